@@ -39,12 +39,14 @@ class ParameterSpec:
     Attributes:
         transposed: whether the Parameter is the transposed view `[width, rows]` of this storage.
         flat: whether the Parameter is the vector `[width]`, the only row of this storage.
+        trained: whether it gets gradients and has optimizer states.
     """
 
     rows: int
     width: int
     transposed: bool = False
     flat: bool = False
+    trained: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,7 +63,8 @@ class AdapterKind(ABC):
         y = b + c (x Wᵀ + scaling (drop(x) Aᵀ Bᵀ + e))
 
     A kind returns A and B (`factors`), and may return e (`low_rank_bias`) and c (`output_scale`). All must be
-    differentiable. Adapters of all kinds can share a batch.
+    differentiable. It may also have a base of its own, `W - scaling · B0 A0`, over the shared W
+    (`fixed_factors`). Adapters of all kinds can share a batch.
     `mlora_ext.adapters.registry.register_adapter_kind` registers a kind.
 
     Attributes:
@@ -163,6 +166,32 @@ class AdapterKind(ABC):
         """Returns where PEFT's layer holds a Parameter: a dict of modules by adapter, and an attribute."""
         return parameter, "weight"
 
+    def fixed_factors(self, own: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns frozen A0 `[R, D]` and B0 `[O, R]`; the adapter's rows see `W - scaling · B0 A0` as base.
+
+        Only a kind that overrides this has a base of its own.
+
+        Args:
+            own: the Parameters by name.
+        """
+        raise NotImplementedError
+
+    def exported(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns an adapter's tensors in one layer as a PEFT folder holds them. Default: unchanged.
+
+        Args:
+            own: the Parameters' values by name.
+        """
+        return dict(own)
+
+    def exported_config(self, config: Any) -> Any:
+        """Returns the config of a PEFT folder that holds `exported` tensors. Default: the same config.
+
+        Args:
+            config: a copy of the adapter's PEFT config; may be changed.
+        """
+        return config
+
     def peft_key(self, parameter: str) -> str:
         """Returns the part of a key in PEFT's files that follows the layer's name."""
         return ".".join(self.peft_place(parameter))
@@ -178,3 +207,8 @@ class AdapterKind(ABC):
         own = type(self)
         adds = own.output_scale, own.low_rank_bias
         return not self.has_own_factors and adds == (AdapterKind.output_scale, AdapterKind.low_rank_bias)
+
+    @property
+    def has_own_base(self) -> bool:
+        """Whether its rows see another base than W; see `fixed_factors`."""
+        return type(self).fixed_factors is not AdapterKind.fixed_factors

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from .kind import AdapterKind, LayerSpec, ParameterSpec
-from .lora_config import check_config, init_kind
+from .lora_config import changes_base, check_config, init_kind
+from .peft_start import start_values
 
 if TYPE_CHECKING:
     from ..frozen.weight import FrozenWeight
@@ -23,10 +24,10 @@ class Lora(AdapterKind):
     parameter_names: tuple[str, ...] = ("lora_A", "lora_B")
 
     def serves(self, config: Any) -> bool:
-        """Whether the config is a plain `peft.LoraConfig`, not a subclass; `check` looks at its fields."""
+        """Whether the config is a plain `peft.LoraConfig`, not a subclass, and leaves the base as it is."""
         from peft import LoraConfig
 
-        return type(config) is LoraConfig
+        return type(config) is LoraConfig and not changes_base(config)
 
     def check(self, name: str, config: Any) -> None:
         """Refuses settings that are not supported; see `AdapterKind.check`."""
@@ -38,8 +39,16 @@ class Lora(AdapterKind):
     def initialise(
         self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int, frozen: FrozenWeight
     ) -> None:
-        """Draws PEFT's initial values on the CPU in fp32: the same on any device and in any dtype."""
+        """Draws PEFT's initial values on the CPU in fp32: the same on any device and in any dtype.
+
+        Those of EVA need data: see `mlora_ext.initialise_from_data`.
+        """
         a, b, how = own["lora_A"], own["lora_B"], init_kind(config)
+        if how == "eva":
+            return
+        if how == "orthogonal":
+            set_values(own, start_values(torch.empty(b.shape[0], a.shape[1]), config, spec, seed))
+            return
         generator = torch.Generator("cpu").manual_seed(seed)
         values = torch.empty(a.shape, dtype=torch.float32, device="cpu")
         if how == "gaussian":
@@ -52,3 +61,10 @@ class Lora(AdapterKind):
                 bound = 1 / math.sqrt(spec.rank)
                 values = torch.empty(b.shape, dtype=torch.float32, device="cpu")
                 b.copy_(values.uniform_(-bound, bound, generator=generator))
+
+
+@torch.no_grad()
+def set_values(own: Mapping[str, nn.Parameter], values: Mapping[str, torch.Tensor]) -> None:
+    """Copies values into Parameters of these names."""
+    for name, value in values.items():
+        own[name].copy_(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
@@ -25,6 +26,9 @@ _HONOURED = {
     "layers_pattern",
     "rank_pattern",
     "alpha_pattern",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
 }
 # Facts about the adapter or its folder; they do not change the result here.
 _NEUTRAL = {
@@ -41,7 +45,9 @@ _NEUTRAL = {
 }
 START_VALUES = ("orthogonal", "eva")
 """Values of `init_lora_weights` that only draw A and B. An adapter that has weights to load may have them."""
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+NEEDS_DATA = {"eva": "eva_config", "corda": "corda_config", "lora_ga": "lora_ga_config"}
+"""Values of `init_lora_weights` that look at the adapter's data, each with the field of its settings."""
+_CHANGE_THE_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 _TRAINED_HEADS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"}
 
 
@@ -97,6 +103,8 @@ def check_config(name: str, config: LoraConfig, honoured: str = "") -> None:
     for rank in (config.r, *(config.rank_pattern or {}).values()):
         if not isinstance(rank, int) or rank < 1:
             raise ValueError(f"adapter {name!r}: r: expected an integer >= 1, got {rank!r}")
+        if rank % 2 and init_kind(config) == "orthogonal":
+            raise ValueError(f"adapter {name!r}: init_lora_weights='orthogonal' needs even ranks, got {rank}")
     for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise ValueError(f"adapter {name!r}: lora_alpha: expected a finite number, got {alpha!r}")
@@ -105,23 +113,90 @@ def check_config(name: str, config: LoraConfig, honoured: str = "") -> None:
 
 
 def _check_start(name: str, config: LoraConfig) -> None:
-    """Refuses unsupported `init_lora_weights`, above all those that change the base model."""
+    """Refuses unsupported `init_lora_weights`, and settings of an initialisation that do not fit."""
     how = init_kind(config)
-    if how in (True, False, "gaussian"):
+    if how in (True, False, "gaussian", *START_VALUES) or changes_base(config):
+        _check_settings(name, how, config)
         return
-    reason = "expected True, False or 'gaussian'"
-    if how in START_VALUES:
-        reason += "; an adapter that was trained with it can be loaded from its folder"
-    elif how == "mica":
+    reason = (
+        "expected True, False, 'gaussian', 'orthogonal', 'eva', 'pissa', 'pissa_niter_<number>', 'olora', "
+        "'corda' or 'lora_ga'"
+    )
+    if how == "mica":
         reason = "with it PEFT never trains lora_B"
-    elif isinstance(how, str) and how.startswith(_CHANGE_THE_BASE):
+    elif how == "loftq":
         reason = (
-            "with it PEFT changes base weights, which all adapters share; make a plain LoRA folder with "
-            "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+            "it replaces the base's weights by quantised ones, and an adapter over a shared base cannot hold "
+            "that change of full rank; quantise the base itself, and call mlora_ext.initialise_loftq"
         )
     raise ValueError(
         f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} is not supported: {reason}"
     )
+
+
+def _check_settings(name: str, how: Any, config: LoraConfig) -> None:
+    """Refuses an initialisation's own settings that are missing, not supported or another one's."""
+    for kind, field in NEEDS_DATA.items():
+        value = getattr(config, field, None)
+        if value is not None and kind != how:
+            raise ValueError(
+                f"adapter {name!r}: {field}={value!r} is not supported with init_lora_weights={how!r}; "
+                f"it belongs to {kind!r}"
+            )
+    if how == "lora_ga" and config.lora_ga_config is None:
+        raise ValueError(f"adapter {name!r}: init_lora_weights='lora_ga' needs lora_ga_config=LoraGAConfig()")
+    if how == "corda":
+        _check_corda(name, config)
+    if changes_base(config) and config.use_dora:
+        raise ValueError(
+            f"adapter {name!r}: use_dora is not supported with init_lora_weights={how!r}: the norms of DoRA "
+            "would be those of the shared base; use 'eva', 'orthogonal' or plain LoRA's values with it"
+        )
+
+
+def _check_corda(name: str, config: LoraConfig) -> None:
+    own = config.corda_config
+    if own is None:
+        return
+    for field in ("cache_file", "covariance_file", "use_float16_for_covariance"):
+        if getattr(own, field):
+            raise ValueError(
+                f"adapter {name!r}: corda_config.{field}={getattr(own, field)!r} is not supported: "
+                "covariances are computed from data, in fp32; leave it out"
+            )
+    if own.corda_method not in ("ipm", "kpm"):
+        raise ValueError(
+            f"adapter {name!r}: corda_config.corda_method: expected 'ipm' or 'kpm', got {own.corda_method!r}"
+        )
+
+
+def changes_base(config: LoraConfig) -> bool:
+    """Whether PEFT changes base weights for this `init_lora_weights` such that an adapter can hold it."""
+    how = init_kind(config)
+    return isinstance(how, str) and _CHANGE_THE_BASE.fullmatch(how) is not None
+
+
+def needs_data(config: LoraConfig) -> bool:
+    """Whether the initial values depend on the adapter's data."""
+    return init_kind(config) in NEEDS_DATA
+
+
+def without_data(config: LoraConfig) -> LoraConfig:
+    """Returns the config of an adapter as large whose initial values need no data.
+
+    EVA may give a layer up to `rho` times its rank; that counts.
+    """
+    if not needs_data(config):
+        return config
+    config, eva = copy.deepcopy(config), init_kind(config) == "eva"
+    if eva:
+        more = config.eva_config.rho  # type: ignore[union-attr]
+        config.r = round(config.r * more)
+        config.rank_pattern = {key: round(r * more) for key, r in (config.rank_pattern or {}).items()}
+    config.init_lora_weights = True if eva else "olora"
+    for field in NEEDS_DATA.values():
+        setattr(config, field, None)
+    return config
 
 
 def _check_selection(name: str, config: LoraConfig) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from .dora import Dora
 from .kind import AdapterKind
+from .less_start import LessStart
 from .lora import Lora
 from .lora_bias import LoraBias
 
-_KINDS: dict[str, AdapterKind] = {kind.name: kind for kind in (Lora(), LoraBias(), Dora())}
+_KINDS: dict[str, AdapterKind] = {kind.name: kind for kind in (Lora(), LoraBias(), Dora(), LessStart())}
 
 
 def register_adapter_kind(kind: AdapterKind) -> None:

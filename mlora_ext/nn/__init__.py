@@ -12,6 +12,7 @@ from .interop.peft_folder import save_adapter
 from .interop.peft_model import from_peft
 from .linear import MultiLoRALinear
 from .routing.router import route
+from .start.from_data import initialise_from_data
 
 __all__ = [
     "AdapterBank",
@@ -22,6 +23,7 @@ __all__ = [
     "convert_model",
     "disable_adapter",
     "from_peft",
+    "initialise_from_data",
     "load_adapter",
     "merge_and_unload",
     "pack_base",

@@ -35,6 +35,7 @@ class AdapterLayer(nn.Module):
         specs: the settings of each adapter on this layer, by name.
         group: layers with the same adapters and settings.
         plain_kinds: whether the operator uses all adapters' `lora_A` and `lora_B` as they are.
+        own_bases: adapters that have a base of their own.
         written: adapters to whose gradients backward has added; see `mlora_ext.ops.held`.
     """
 
@@ -49,6 +50,7 @@ class AdapterLayer(nn.Module):
         self.group = group
         self.specs: dict[str, LayerSpec] = {}
         self.plain_kinds = True
+        self.own_bases: frozenset[str] = frozenset()
         self.written: set[str] = set()
         self.held = HeldByNames()
         self.fused_projections: SharedInput | None = None
@@ -101,8 +103,8 @@ class AdapterLayer(nn.Module):
         self.specs[name] = spec
         parts = self.shapes(self, spec)
         own = {part: self.bank(part, shape).add(name, shape.rows) for part, shape in parts.items()}
-        for parameter in own.values():
-            parameter.requires_grad_(not config.inference_mode)
+        for part, parameter in own.items():
+            parameter.requires_grad_(parts[part].trained and not config.inference_mode)
         if not any(parameter.is_meta for parameter in own.values()):  # meta: another process's layer
             adapter_kind(spec.kind).initialise(own, config, spec, seed, self.frozen)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..adapters.kind import LayerSpec
-from ..adapters.lora_config import check_name
+from ..adapters.lora_config import check_name, needs_data
 from ..adapters.registry import adapter_kind, kind_for
 from ..ops.functional import scaling_dtype
 from .adapter_layer import AdapterLayer
@@ -163,11 +163,13 @@ def _replace(model: nn.Module, key: str, module: nn.Module, **settings: Any) -> 
 
 def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec], seed: int) -> None:
     """Gives an adapter its Parameters in converted layers; call `regroup` after the last adapter."""
+    info = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"), seed)
     for key, spec in plan.items():
         layer = model.get_submodule(key)
         assert isinstance(layer, AdapterLayer)
         layer.put(name, config, spec, named_seed(seed, name, key))
-    router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"))
+        info.awaits_data |= layer.frozen.device.type != "meta" and needs_data(config)
+    router_of(model).adapters[name] = info
 
 
 def named_seed(seed: int, *parts: str) -> int:
@@ -183,7 +185,9 @@ def regroup(model: nn.Module) -> None:
     layers = {key: module for key, module in model.named_modules() if isinstance(module, AdapterLayer)}
     for module in layers.values():
         names = tuple(name for name in router.adapters if name in module.specs)
-        module.plain_kinds = all(adapter_kind(module.specs[name].kind).is_plain for name in names)
+        kinds = {name: adapter_kind(module.specs[name].kind) for name in names}
+        module.plain_kinds = all(kind.is_plain for kind in kinds.values())
+        module.own_bases = frozenset(name for name, kind in kinds.items() if kind.has_own_base)
         scaling = tuple(module.specs[name].scaling for name in names)
         dropout = tuple(module.specs[name].dropout for name in names)
         key = (names, scaling, dropout, module.frozen.device, scaling_dtype(module.frozen.dtype))

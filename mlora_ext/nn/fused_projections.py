@@ -63,7 +63,7 @@ class FusedProjections:
 
     def output(self, layer: MultiLoRALinear, x: Tensor, active: RouteTensors) -> Tensor | None:
         """Returns `y` of one layer, or None if it has to compute alone."""
-        if backend_for(x.device, x.dtype) != "cuda":
+        if backend_for(x.device, x.dtype) != "cuda" or not layer.own_bases.isdisjoint(active.names):
             return None
         recomputes = inside_backward()
         waiting = self._waiting[recomputes]

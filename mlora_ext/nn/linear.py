@@ -13,11 +13,13 @@ from ..adapters.registry import adapter_kind
 from ..frozen.linear import frozen_linear
 from ..frozen.plain import PlainWeight
 from ..frozen.quantized.families import base_weight, family_of, frozen_weight_of
+from ..frozen.weight import FrozenWeight
 from ..ops.functional import lora_linear_held, lora_linear_rows, scaling_dtype
 from .adapter_layer import AdapterLayer
 from .bank import AdapterBank
 from .kept_norms import KeptNorms
 from .mixed_kinds import mixed_output
+from .own_bases import with_own_bases
 from .plain_linear import adapter_dtype, features, is_plain_linear, is_transposed
 from .routing.route import LayerGroup, RoutePlan, RouteTensors
 from .routing.router import Router
@@ -132,11 +134,11 @@ class MultiLoRALinear(AdapterLayer):
         if torch.compiler.is_compiling():
             return self._with_adapters(x, self._compiled_tensors(x))
         if self.router.observer is not None:
-            self.router.observer.see(self.name, x)
-            return frozen_linear(x, self.frozen, self.bias)
+            return self.router.observer.see(self.name, x, frozen_linear(x, self.frozen, self.bias))
         active, place, batch = self.router.tensors_for(self, x)
         if not active.names:
-            return frozen_linear(x, self.frozen, self.bias)
+            y = frozen_linear(x, self.frozen, self.bias)
+            return y if active.observer is None else active.observer.see(self.name, x, y)
         if place is not None:
             return place.as_before(self._with_adapters(place.samples_first(x, batch), active))
         shared = None if self.fused_projections is None else self.fused_projections.output(self, x, active)
@@ -162,26 +164,37 @@ class MultiLoRALinear(AdapterLayer):
     def _with_adapters(self, x: Tensor, active: RouteTensors) -> Tensor:
         if not active.names:
             return frozen_linear(x, self.frozen, self.bias)
+        if self.own_bases and (names := [name for name in active.names if name in self.own_bases]):
+            return with_own_bases(self, names, x, active)
+        return self.added(x, active, self.frozen)
+
+    def added(self, x: Tensor, active: RouteTensors, frozen: FrozenWeight) -> Tensor:
+        """Returns the output over a frozen weight, with the low-rank parts of the route's adapters."""
         drops = self.training and active.dropout_p is not None
         plan = active.plan(self._buffers["layer"] if drops else None)
         bias = self._parameters.get("bias")  # `nn.Module.__getattr__` is slow
         if not self.plain_kinds:
-            return mixed_output(self, x, bias, active, plan)
-        return self.operator_output(x, bias, active.names, plan)
+            return mixed_output(self, x, bias, active, plan, frozen)
+        return self.operator_output(x, bias, active.names, plan, frozen)
 
     def operator_output(
-        self, x: Tensor, bias: Tensor | None, names: tuple[str, ...], plan: RoutePlan
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        names: tuple[str, ...],
+        plan: RoutePlan,
+        frozen: FrozenWeight,
     ) -> Tensor:
         """Returns `[..., d_out]` for adapters whose A and B are `lora_A` and `lora_B`."""
         holds = self.router.accumulates and torch.is_grad_enabled()
         if holds and not torch.compiler.is_compiling():
             held = self.held.get(names, [self], self.router.moves)
-            ys = held and lora_linear_held(x, [self.frozen], [bias], held, plan, self.router.updates)
+            ys = held and lora_linear_held(x, [frozen], [bias], held, plan, self.router.updates)
             if ys:
                 return ys[0]
         lora_a: list[Tensor] = [self.lora_A.parameter_of(name) for name in names]
         lora_b: list[Tensor] = [self.lora_B.parameter_of(name) for name in names]
-        return lora_linear_rows(x, self.frozen, bias, lora_a, lora_b, *plan)
+        return lora_linear_rows(x, frozen, bias, lora_a, lora_b, *plan)
 
     def extra_repr(self) -> str:
         adapters = ", ".join(f"{name}: r={spec.rank}" for name, spec in self.specs.items())

@@ -56,27 +56,40 @@ class MixedLayer(Protocol):
         """Returns an adapter's Parameters in this layer, by name."""
 
     def operator_output(
-        self, x: Tensor, bias: Tensor | None, names: tuple[str, ...], plan: RoutePlan
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        names: tuple[str, ...],
+        plan: RoutePlan,
+        frozen: FrozenWeight,
     ) -> Tensor:
         """Returns `y` of adapters whose A and B are the Parameters `lora_A` and `lora_B`."""
 
 
 def mixed_output(
-    layer: MixedLayer, x: Tensor, bias: Tensor | None, active: RouteTensors, plan: RoutePlan
+    layer: MixedLayer,
+    x: Tensor,
+    bias: Tensor | None,
+    active: RouteTensors,
+    plan: RoutePlan,
+    frozen: FrozenWeight,
 ) -> Tensor:
-    """Returns `[..., O]` for x `[..., D]`; a batch of plain adapters alone takes the way of a plain layer."""
+    """Returns `[..., O]` for x `[..., D]`; a batch of plain adapters alone takes the way of a plain layer.
+
+    `frozen` is the layer's, or stands for it where other adapters have a base of their own.
+    """
     kinds = {name: adapter_kind(layer.specs[name].kind) for name in active.names}
     if all(kind.is_plain for kind in kinds.values()):
-        return layer.operator_output(x, bias, active.names, plan)
+        return layer.operator_output(x, bias, active.names, plan, frozen)
     scales, shifts = _scales_and_shifts(layer, kinds, plan[1], bias)
     given = x.reshape(-1, x.shape[-1])
     drops = _dropping(layer, kinds) if plan[2] is not None else ()
     part = _part_of(active, drops) if drops else None
     if part is None:
-        y = _moved(_operator(layer, given, bias, kinds, active.names, plan), scales, shifts, active)
+        y = _moved(_operator(layer, given, bias, kinds, active.names, plan, frozen), scales, shifts, active)
     else:
         given, lost = _drop(given, part, plan)
-        y = _operator(layer, given, bias, kinds, active.names, part.plan_of(plan))
+        y = _operator(layer, given, bias, kinds, active.names, part.plan_of(plan), frozen)
         y = _moved(y, scales, shifts, active)
         more = frozen_linear(lost, layer.frozen)
         y = y + more if part.rows is None else y.index_add_(0, part.rows, more)
@@ -94,13 +107,14 @@ def _operator(
     kinds: Mapping[str, AdapterKind],
     names: tuple[str, ...],
     plan: RoutePlan,
+    frozen: FrozenWeight,
 ) -> Tensor:
     """Returns `x Wᵀ + bias + s drop(x) Aᵀ Bᵀ`."""
     if not any(kind.has_own_factors for kind in kinds.values()):
-        return layer.operator_output(x, bias, names, plan)
+        return layer.operator_output(x, bias, names, plan, frozen)
     pairs = [kinds[name].factors(layer.parameters_of(name), layer.specs[name]) for name in names]
     lora_a, lora_b = [a for a, _ in pairs], [b for _, b in pairs]
-    return lora_linear_rows(x, layer.frozen, bias, lora_a, lora_b, *plan)
+    return lora_linear_rows(x, frozen, bias, lora_a, lora_b, *plan)
 
 
 def _moved(v: Tensor, scales: Tensor | None, shifts: Tensor | None, active: RouteTensors) -> Tensor:

@@ -11,27 +11,36 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...adapters.lora_config import START_VALUES, init_kind
+from ...adapters.lora_config import NEEDS_DATA, START_VALUES, changes_base, init_kind
 from ..targets import target_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_START_FIELDS = {"eva": "eva_config", "corda": "corda_config", "lora_ga": "lora_ga_config"}
-
 
 def without_start(config: LoraConfig) -> LoraConfig:
     """Returns a copy without the initialisation method, if it changed only the first values of A and B.
 
-    A method that also changed the base stays in the config, and is refused later.
+    One that also changed the base stays in the config; see `refuse_changed_base`.
     """
     config, how = copy.deepcopy(config), init_kind(config)
-    for kind, field in _START_FIELDS.items():
+    for kind, field in NEEDS_DATA.items():
         if kind != how or kind in START_VALUES:
             setattr(config, field, None)
     if how in START_VALUES:
         config.init_lora_weights = True
     return config
+
+
+def refuse_changed_base(where: str, config: LoraConfig) -> None:
+    """Raises ValueError for an adapter of PEFT whose initialisation has changed the weights of its base."""
+    if changes_base(config) or init_kind(config) == "loftq":
+        raise ValueError(
+            f"{where}: init_lora_weights={config.init_lora_weights!r} is not supported for an adapter of "
+            "PEFT: with it PEFT changes base weights, which all adapters share; make a plain LoRA folder "
+            "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or begin anew on "
+            "the original base with mlora_ext.convert_model"
+        )
 
 
 def with_scaling(model: nn.Module, name: str, config: LoraConfig, scaling: Mapping[str, float]) -> LoraConfig:

@@ -55,11 +55,11 @@ def merge_and_unload(
     for key, layer in layers.items():
         theirs = tuner.model.get_submodule(key)
         theirs.scaling[name] = layer.specs[name].scaling
+        own = {part: parameter.detach().clone() for part, parameter in layer.parameters_of(name).items()}
         kind = adapter_kind(layer.specs[name].kind)
-        for part, parameter in layer.parameters_of(name).items():
+        for part, values in kind.exported(own).items():
             modules, attribute = kind.peft_place(part)
-            values = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-            setattr(getattr(theirs, modules)[name], attribute, values)
+            setattr(getattr(theirs, modules)[name], attribute, nn.Parameter(values, requires_grad=False))
     merged: nn.Module = tuner.merge_and_unload(safe_merge=safe_merge)
     return merged
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ...adapters.kind import LayerSpec
-from ...adapters.registry import parameters_by_key
+from ...adapters.registry import adapter_kind, kind_for, parameters_by_key
 from ..adapter_weights import adapter_layers, check_weights, write_weights
 from ..add_remove import add_adapter, plan_adapter
 from ..routing.router import router_of
 from ..targets import portable_targets
 from .embeddings import resized_embeddings
-from .existing_config import without_start
+from .existing_config import refuse_changed_base, without_start
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -75,7 +75,8 @@ def write_folder(
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise ValueError(f"folder: {target} is a file; give a folder")
-    state = _whole_state(model, name, weights) | _changed_base(model, name, embeddings)
+    state = _exported(model, name, _whole_state(model, name, weights))
+    state |= _changed_base(model, name, embeddings)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -123,6 +124,18 @@ def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | No
     return {key: given[key].detach().contiguous() for key in shapes}
 
 
+def _exported(model: nn.Module, name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns an adapter's tensors as its kind writes them into a folder."""
+    found = {}
+    for key, layer in adapter_layers(model, name).items():
+        spec = layer.specs[name]
+        keys = {part: f"{_PREFIX}{key}.{layer.peft_key(name, part)}" for part in layer.parameters_of(name)}
+        own = {part: state[whole] for part, whole in keys.items()}
+        for part, tensor in adapter_kind(spec.kind).exported(own).items():
+            found[keys[part]] = tensor.contiguous()
+    return found
+
+
 def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns embeddings under PEFT's keys, which have `.base_layer` if the adapter sits on the embedding."""
     layers = adapter_layers(model, name)
@@ -135,8 +148,9 @@ def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor])
 
 
 def adapter_config(model: nn.Module, name: str) -> LoraConfig:
-    """Returns an adapter's LoraConfig, with targets that PEFT resolves to the same layers of the base."""
+    """Returns the LoraConfig of an adapter's folder, whose targets PEFT resolves to the same layers."""
     config = copy.deepcopy(router_of(model).adapters[name].config)
+    config = kind_for(name, config).exported_config(config)
     for field, value in portable_targets(model, config, list(adapter_layers(model, name))).items():
         setattr(config, field, value)
     config.inference_mode = True
@@ -266,6 +280,7 @@ def read_config(path: Path) -> LoraConfig:
         raise ValueError(f"folder: {path / _CONFIG}: PEFT cannot read it: {error}") from error
     assert isinstance(config, LoraConfig)
     config.inference_mode = False  # PEFT writes True into every folder
+    refuse_changed_base(f"folder: {path}", config)
     return without_start(config)
 
 

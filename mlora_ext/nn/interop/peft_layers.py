@@ -137,7 +137,7 @@ _PLAIN_KINDS = {
     ("peft.tuners.lora.bnb", "Linear8bitLt"),
     ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
 }
-"""PEFT's layers of LoRA on a linear layer, by file and name; some exist only where their package is installed."""
+"""PEFT's LoRA layers, by file and name; some are only defined where their package is installed."""
 
 
 def _check_kind(key: str, layer: Any, configs: Mapping[str, Any]) -> None:

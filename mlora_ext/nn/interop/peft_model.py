@@ -15,7 +15,7 @@ from ..add_remove import plan_adapter
 from ..convert import convert_model
 from ..linear import MultiLoRALinear
 from ..unconverted_state import check_untouched, move_hooks
-from .existing_config import with_scaling, without_start
+from .existing_config import refuse_changed_base, with_scaling, without_start
 from .peft_layers import PeftLayers
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
         )
     for name, config in configs.items():
         check_name(name)
+        refuse_changed_base(f"adapter {name!r}", config)
         kind_for(name, config).check(name, without_start(config))
     base: Any = model
     if isinstance(base, PeftModel):

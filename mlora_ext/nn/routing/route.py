@@ -30,6 +30,13 @@ class RoutedLayer(Protocol):
     training: bool
 
 
+class Sees(Protocol):
+    """What layers show their inputs and outputs to."""
+
+    def see(self, layer: str, x: Tensor, y: Tensor) -> Tensor:
+        """Sees one call of a layer without adapters, and returns the output to go on with."""
+
+
 class SharedInput(Protocol):
     """Layers that share their input and may be computed in one call; see `mlora_ext.nn.fused_projections`."""
 
@@ -53,6 +60,7 @@ class RouteTensors:
         mixed: whether the route's rows belong to several adapters.
         shares: which `FusedProjections` compute together along this route.
         kept: other tensors that the group's layers make of the route once.
+        observer: sees what layers without an adapter on this route do.
     """
 
     names: tuple[str, ...]
@@ -65,6 +73,8 @@ class RouteTensors:
     dropout_rng: Tensor | None
     shares: dict[Any, bool] = field(default_factory=dict)
     kept: dict[Any, Any] = field(default_factory=dict)
+    observer: Sees | None = None
+    _subtracted: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def plan(self, layer: Tensor | None) -> RoutePlan:
         """Returns the operator's arguments of `one_layer.PLAN`.
@@ -75,6 +85,18 @@ class RouteTensors:
         if layer is None:
             return self.segments, self.scaling, None, None, None
         return self.segments, self.scaling, self.dropout_p, self.dropout_rng, layer
+
+    @torch.inference_mode(False)
+    def subtracted(self, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+        """Returns `segments` and `-scaling` of some of the adapters; other rows have none. Built once."""
+        if names not in self._subtracted:
+            index = [self.names.index(name) for name in names]
+            places = [index.index(i) if i in index else -1 for i in range(len(self.names))]
+            table = to_device(torch.tensor([*places, -1]), self.segments.device)
+            segments = self.segments.clone()
+            segments[:, 2] = table[self.segments[:, 2]]
+            self._subtracted[names] = segments, -self.scaling[index]
+        return self._subtracted[names]
 
     def owners(self) -> Tensor:
         """Returns `[rows]` int64: the index in `names` of each row's adapter, `len(names)` for none."""
@@ -139,6 +161,7 @@ class Route:
         sizes: of each of these samples, see `sizes_of`.
         copies: adjacent copies of each sample that `generate` makes: beams, or several return sequences.
         places: where these samples lie in the layers' inputs, as far as that had to be found.
+        observer: sees what layers without an adapter do; see `observe`.
     """
 
     names: tuple[str, ...]
@@ -156,12 +179,20 @@ class Route:
     sizes: tuple[float, ...] = ()
     copies: int = 1
     places: Places | None = None
+    observer: Sees | None = None
     _built: dict[Any, Any] = field(default_factory=dict)
 
     def advanced(self, step: int) -> Route:
         """Returns a route with the same rows at the router's next step."""
         steps = (step,) * len(self.names)
         return replace(self, steps=steps, recorded=True, called=False, trained=False, _built={})
+
+    def observe(self, observer: Sees) -> None:
+        """Lets layers without an adapter on this route show what they do, also when they are recomputed."""
+        self.observer = observer
+        for built in self._built.values():
+            if isinstance(built, RouteTensors):
+                built.observer = observer
 
     @torch.inference_mode(False)  # cached: inference tensors could not train later
     def tensors(self, group: LayerGroup, rows: int) -> RouteTensors:
@@ -179,6 +210,7 @@ class Route:
                 self._table(mapping, rows, group.device),
                 *group.constants(names),
                 self._rng(names, group.device),
+                observer=self.observer,
             )
         return self._built[key]
 

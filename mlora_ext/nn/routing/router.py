@@ -22,7 +22,7 @@ from ...ops.functional import scaling_dtype
 from ...ops.held import Updates
 from ...ops.segments import SegmentLayout
 from .in_flight import ForwardsInFlight, attach_token
-from .route import BASE, LayerGroup, Route, RoutedLayer, RouteTensors, SharedInput, only_used
+from .route import BASE, LayerGroup, Route, RoutedLayer, RouteTensors, Sees, SharedInput, only_used
 from .samples import Places, SampleDim
 from .thread_guard import ThreadGuard, calling_frame, inside_backward, is_running
 from .trial_passes import Observer
@@ -30,10 +30,19 @@ from .trial_passes import Observer
 
 @dataclass(eq=False)
 class AdapterInfo:
-    """An adapter's PEFT config, as it was given, and the seed of its dropout."""
+    """What a model knows of an adapter beside its layers.
+
+    Attributes:
+        config: PEFT's, as it was given.
+        seed: of its dropout.
+        start_seed: of its initial values, together with its name and a layer's.
+        awaits_data: whether `mlora_ext.initialise_from_data` must be called before it can be used.
+    """
 
     config: Any
     seed: int
+    start_seed: int = 0
+    awaits_data: bool = False
 
 
 @dataclass(eq=False)
@@ -63,7 +72,7 @@ class Router:
         moves: counts calls of `moved`.
         updates: counts updates of adapters in place.
         fused_projections: groups of layers that share their input.
-        observer: if set, layers show it their inputs and leave adapters out.
+        observer: if set, layers show it their inputs and outputs, and leave adapters out.
         places: where samples lie in the layers' inputs, by kind of call.
         specials: special tokens of the model's parts, cached because they take long to collect.
     """
@@ -81,7 +90,7 @@ class Router:
         self.fused_projections: Sequence[SharedInput] = ()
         self.thread_guard = ThreadGuard()
         self.active: Route | None = None
-        self.observer: Observer | None = None
+        self.observer: Sees | None = None
         self.places: dict[Hashable, Places] = {}
         self.specials: dict[Hashable, Tensor] = {}
         self._entered_in_backward = False
@@ -133,6 +142,13 @@ class Router:
         return self._route(names, None, samples=samples, rows=rows)
 
     def _route(self, names: tuple[str, ...], steps: Sequence[int] | None, **rest: Any) -> Route:
+        for name in names:
+            if self.adapters[name].awaits_data:
+                how = self.adapters[name].config.init_lora_weights
+                raise ValueError(
+                    f"adapter {name!r}: init_lora_weights={how!r} needs the adapter's data; call "
+                    f"mlora_ext.initialise_from_data(model, {name!r}, batches) first"
+                )
         seeds = tuple(self.adapters[name].seed for name in names)
         if steps is None:
             return Route(names, seeds, (self.step,) * len(names), automatic=True, **rest)
@@ -198,11 +214,18 @@ class Router:
 
     @contextmanager
     def observed(self) -> Iterator[Observer]:
-        """Makes layers show their inputs to an observer and add no adapter, inside the context."""
+        """As `observed_by`, with a new observer."""
+        observer = Observer()
+        with self.observed_by(observer):
+            yield observer
+
+    @contextmanager
+    def observed_by(self, observer: Sees) -> Iterator[None]:
+        """Makes layers show what they do to an observer, and add no adapter, inside the context."""
         self.thread_guard.take()
-        self.observer = Observer()
+        self.observer = observer
         try:
-            yield self.observer
+            yield
         finally:
             self.observer = None
             self.thread_guard.give()
@@ -288,7 +311,8 @@ class Router:
             (seed, step) if name in drops else None
             for name, seed, step in zip(route.names, route.seeds, route.steps, strict=True)
         )
-        return route.names, masks, route.layout, route.samples, route.rows, route.batch, id(route.places)
+        seen_by = id(route.places), id(route.observer)
+        return route.names, masks, route.layout, route.samples, route.rows, route.batch, *seen_by
 
     @property
     def is_called(self) -> bool:

@@ -39,13 +39,14 @@ class Observer:
 
     seen: dict[str, list[tuple[torch.Size, Tensor]]] = field(default_factory=dict)
 
-    def see(self, layer: str, x: Tensor) -> None:
-        """Records one call of a layer."""
+    def see(self, layer: str, x: Tensor, y: Tensor) -> Tensor:
+        """Records one call of a layer, and returns its output."""
         rows = x.detach().reshape(-1, x.shape[-1])
         columns = rows[:, :: max(1, x.shape[-1] // COLUMNS)][:, :COLUMNS]
         if columns.dtype == torch.float32 and _rounds_to_16_bits(x.device.type):
             columns = columns.bfloat16()
         self.seen.setdefault(layer, []).append((x.shape, columns.to("cpu", copy=True)))
+        return y
 
 
 def _rounds_to_16_bits(device: str) -> bool:

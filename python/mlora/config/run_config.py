@@ -86,6 +86,7 @@ class TrainingFields(Strict):
     max_length: int = Field(default=1024, ge=2)
     assistant_only_loss: bool = False
     shuffle: bool = True
+    init_samples: int = Field(default=256, ge=1, le=MOST)
     logging_steps: float = Field(default=500, gt=0, allow_inf_nan=False)
     save_steps: float | None = Field(default=500, gt=0, allow_inf_nan=False)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from mlora.engine.dry_run import DryStage, States
 from mlora.memory.estimate import MemoryEstimate, MemorySample
 from mlora.optim.optim_config import OptimConfig
+from mlora_ext.adapters.lora_config import without_data
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -56,8 +57,11 @@ class AdapterMemory:
     def know(self, name: str, lora: LoraConfig, optim: OptimConfig, longest: int) -> None:
         """Takes in an adapter whose longest sequence will have `longest` rows; most other methods need this.
 
+        One of EVA counts with the most ranks that it can get.
+
         Raises ValueError if the adapter cannot be put on the base.
         """
+        lora = without_data(lora)
         self._known[name] = _Known(lora, [stage.states(lora, optim) for stage in self._stages], longest)
         self.estimate.forget_keys()
 

@@ -324,10 +324,13 @@ class Batcher:
         train: bool,
         measure: int | None = None,
         planned: Mapping[str, Any] | None = None,
+        start: Mapping[str, Any] | None = None,
+        replica: int = 0,
     ) -> int | None:
         """Lets a micro-batch enter the pipeline; returns None if it has nothing to compute.
 
-        In traces, `stream` joins the micro-batches of one batch.
+        In traces, `stream` joins the micro-batches of one batch. `start` as in `StageWorker.forward`. Rows
+        without an adapter go to `replica`.
         """
         if not batch.rows.numel():
             return None
@@ -342,6 +345,8 @@ class Batcher:
             common["measure"] = measure
         if planned:
             common["planned"] = planned
+        if start:
+            common["start"] = start
         targets: dict[str, Any] = {
             "rows": batch.rows,
             "targets": batch.targets,
@@ -359,7 +364,7 @@ class Batcher:
             position=position,
             stream=stream,
             rows=sum(batch.lengths),
-            replica=self._states[adapters[0]].replica if adapters else 0,
+            replica=self._states[adapters[0]].replica if adapters else replica,
         )
 
     def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, BatchResult]]:

@@ -54,7 +54,7 @@ class States:
         weights: rounded up to whole pages of the layers' banks; with what a kind of adapter keeps beside
             them, such as DoRA's norms.
         update: what the optimizer takes during an update and then gives back.
-        ranks: the rank of each adapted layer.
+        ranks: the rank of each adapted layer; of one with a base of its own also that of what it subtracts.
     """
 
     weights: int
@@ -97,11 +97,12 @@ class DryStage:
             kind = adapter_kind(spec.kind)
             parts = kind.parameters(spec.rank, layer.in_features, layer.out_features)
             kept += kind.kept_bytes(layer.out_features)
-            shapes += [part.shape for key, part in parts.items() if optimizer.trains(key)]
+            shapes += [part.shape for key, part in parts.items() if part.trained and optimizer.trains(key)]
             pages += [(max(part.rows, PAGE_ROWS), part.width) for part in parts.values()]
         moments, update = optimizer.state_bytes(shapes), optimizer.step_bytes(shapes)
-        ranks = tuple((name, spec.rank) for name, spec in sorted(specs.items()))
-        return States(4 * elements(pages) + kept, 4 * elements(shapes), moments, update, ranks)
+        ranks = [(name, spec.rank) for name, spec in sorted(specs.items())]
+        ranks += [(f"{n}, own base", r) for n, r in ranks if adapter_kind(specs[n].kind).has_own_base]
+        return States(4 * elements(pages) + kept, 4 * elements(shapes), moments, update, tuple(ranks))
 
     def activations(
         self,

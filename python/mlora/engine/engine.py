@@ -19,6 +19,7 @@ from mlora.cluster.device import set_allocators
 from mlora.config.quantization_config import QuantizationConfig
 from mlora.config.sections import parse_size
 from mlora.engine.adapter_memory import AdapterMemory
+from mlora.engine.adapter_start import EnginePasses
 from mlora.engine.adapter_state import AdapterState, StepResult
 from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
 from mlora.engine.batcher import Batcher
@@ -39,9 +40,12 @@ from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
 from mlora.pipeline.trace import Entry
+from mlora_ext.adapters.lora_config import needs_data
 from mlora_ext.frozen.base_gemm import base_gemm_of
+from mlora_ext.nn.adapter_weights import adapter_layers
 from mlora_ext.nn.interop.peft_folder import adapter_weights, read_config
 from mlora_ext.nn.routing.router import router_of
+from mlora_ext.nn.start.passes import initialise
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -321,6 +325,7 @@ class Engine(Batcher):
         init_from: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         replica: int = 0,
+        start_batches: Sequence[Sequence[Sample]] | None = None,
     ) -> None:
         """Puts a new adapter on the base; others may be under way.
 
@@ -332,11 +337,15 @@ class Engine(Batcher):
             init_from: a PEFT folder with initial weights; default: PEFT's random initialisation.
             seed: of initial weights and dropout, together with the name; default: the engine's.
             replica: the index of the pipeline that trains it.
+            start_batches: micro-batches of its samples for an `init_lora_weights` that looks at data (eva,
+                corda, lora_ga). The base runs on them; CorDA takes each sample alone. Without them, such an
+                adapter needs `load_state_dict` before it is used.
 
         Raises:
             MemoryLimitError: if its states do not fit into `memory_limit`.
             ValueError: if the name is taken, a config is not supported, targets match nothing, the folder
-                does not fit, or the optimizer does not serve the device or the adapter.
+                does not fit, the optimizer does not serve the device or the adapter, or initial values cannot
+                be computed from `start_batches`.
         """
         if name in self._states:
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
@@ -345,6 +354,40 @@ class Engine(Batcher):
         if not 0 <= replica < self.replicas:
             raise ValueError(f"replica: expected one below {self.replicas}, got {replica}")
         seed = self.seed if seed is None else seed
+        more: dict[str, Any] = {"objective": objective, "seed": seed, "replica": replica}
+        self._put(name, lora, optim, init_from=init_from, **more)
+        config = router_of(self.registry).adapters[name].config
+        if not needs_data(config) or start_batches is None or init_from is not None:
+            return
+
+        def put_again(other: LoraConfig) -> None:
+            self.remove_adapter(name)
+            self._put(name, other, optim, **more)
+
+        passes = EnginePasses(self, name, config, start_batches, put_again)
+        specs = {key: layer.specs[name] for key, layer in adapter_layers(self.registry, name).items()}
+        with ExitStack() as unless_started:
+            unless_started.callback(lambda: self.remove_adapter(name) if name in self._states else None)
+            passes.ask("begin")
+            try:
+                initialise(name, config, specs, passes)
+            finally:
+                if name in self._states:
+                    passes.ask("end")
+            unless_started.pop_all()
+
+    def _put(
+        self,
+        name: str,
+        lora: LoraConfig | None,
+        optim: OptimConfig,
+        *,
+        objective: str,
+        seed: int,
+        replica: int,
+        init_from: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Does `create_adapter` without initial values that depend on data."""
         rule = StepRule(optim)
         optimizer_kind(optim.optim).check(optim.optim, self.device)
         objective_of(objective)
@@ -447,8 +490,10 @@ class Engine(Batcher):
         self._flush(name)
         parts = self._control("state", name)
         merged = {key: _merged(part[key] for part in parts) for key in ("weights", "gradients", "moments")}
-        seed = router_of(self.registry).adapters[name].seed
-        return {**merged, **adapter.state_dict(), "dropout_seed": seed}
+        info = router_of(self.registry).adapters[name]
+        # ranks that EVA has distributed
+        lora = {"lora": plain_lora(info.config)} if needs_data(info.config) else {}
+        return {**merged, **adapter.state_dict(), "dropout_seed": info.seed, **lora}
 
     def load_state_dict(self, name: str, state: Mapping[str, Any]) -> None:
         """Continues an adapter from `state_dict`, over any number of stages.
@@ -466,7 +511,7 @@ class Engine(Batcher):
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
             raise ValueError(f"adapter {name!r}: the state is that of an adapter with other layers or ranks")
-        if state["moments"] and state["moments"].keys() != shapes.keys():
+        if state["moments"] and state["moments"].keys() != {k for k, p in weights.items() if p.requires_grad}:
             raise ValueError(
                 f"adapter {name!r}: state: the optimizer's moments are those of other Parameters"
             )

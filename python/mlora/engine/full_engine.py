@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mlora.data.packing import PackedBatch
+from mlora.data.record import Sample
 from mlora.engine.adapter_state import AdapterState
 from mlora.engine.engine import Engine
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
@@ -45,15 +46,16 @@ class FullEngine(Engine):
         init_from: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         replica: int = 0,
+        start_batches: Sequence[Sequence[Sample]] | None = None,
     ) -> None:
         """Begins the task that trains the model.
 
-        Raises ValueError if there is one already, or if a config of an adapter is given.
+        Raises ValueError if there is one already, or if anything of an adapter is given.
         """
         if self._states:
             raise ValueError(f"method: full trains one task at a time, and {next(iter(self._states))} is one")
-        if lora is not None or init_from is not None:
-            raise ValueError("method: full has no adapters; expected neither lora nor init_from")
+        if lora is not None or init_from is not None or start_batches is not None:
+            raise ValueError("method: full has no adapters; expected neither lora nor init_from nor batches")
         objective_of(objective)
         self._part.own(name, optim)
         self._states[name] = AdapterState(

@@ -172,12 +172,14 @@ class FullWorker(StageWorker):
         updates: Mapping[str, Mapping[str, Any]],
         ends: Sequence[str],
         measure: int | None = None,
+        start: Mapping[str, Any] | None = None,
         planned: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Tensor:
         """Makes the updates decided since the last forward, and runs a micro-batch; returns `[T, D]`.
 
         `planned` are updates that each Parameter gets as soon as its gradient is there.
         """
+        assert start is None, "there are no adapters to initialise"
         self._update(updates)
         if torch.is_grad_enabled():
             self._latest = rows["names"]

@@ -31,6 +31,7 @@ from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.adapter_weights import scalings, write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
+from mlora_ext.nn.start.statistics import Statistics, statistics_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -49,6 +50,7 @@ class StageWorker(Hooks, nn.Module):
         self.body = base.body
         self._optimizers: dict[str, Optimizer] = {}
         self._in_flight: dict[str, int] = {}
+        self._statistics: dict[str, Statistics] = {}
         self._latest: Sequence[str] = ()
         self._peaks = PeakMemory(device)
         self._measured: dict[int, WorkMemory] = {}
@@ -117,6 +119,7 @@ class StageWorker(Hooks, nn.Module):
             "state": self._state,
             "load": self._load,
             "weights": lambda name: adapter_state(self.base.model, name),
+            "start": self._start,
             "base_gemm": lambda dtype, library: set_base_gemm({dtype: library}),
             "base_bytes": lambda: dataclasses.asdict(self.base.nbytes),
             "memory": lambda: used_memory(self.device),
@@ -166,9 +169,13 @@ class StageWorker(Hooks, nn.Module):
 
     def own(self, name: str, optim: OptimConfig) -> None:
         """Takes charge of an adapter that is on the model, and gives it gradients that last."""
-        optimizer = self._optimizers[name] = optimizer_kind(optim.optim)(self._own_parameters(name), optim)
-        optimizer.scalings = scalings(self.base.model, name)
-        optimizer.hold_gradients(name, written_marks(self.base.model, name))
+        own, model = self._own_parameters(name), self.base.model
+        found = zip(own.items(), scalings(model, name), written_marks(model, name), strict=True)
+        trained = [one for one in found if one[0][1].requires_grad]
+        parameters = dict(key_and_parameter for key_and_parameter, *_ in trained)
+        optimizer = self._optimizers[name] = optimizer_kind(optim.optim)(parameters, optim)
+        optimizer.scalings = [scaling for _, scaling, _ in trained]
+        optimizer.hold_gradients(name, [mark for *_, mark in trained])
         router_of(self.base.model).moved()
 
     def _create(
@@ -186,6 +193,15 @@ class StageWorker(Hooks, nn.Module):
         self.own(name, OptimConfig(**optim))
         if weights is not None:
             write_weights(self.base.model, name, weights)
+
+    def _start(self, name: str, verb: str, arguments: Sequence[Any] = ()) -> Any:
+        """Does what `mlora_ext.nn.start` asks for; `begin` and `end` enclose an adapter's initialisation."""
+        if verb == "begin":
+            self._statistics[name] = statistics_of(self.base.model, name)
+            return None
+        if verb == "end":
+            return self._statistics.pop(name, None) and None
+        return getattr(self._statistics[name], verb)(*arguments)
 
     def remove(self, name: str) -> None:
         """Forgets an adapter."""
@@ -211,9 +227,10 @@ class StageWorker(Hooks, nn.Module):
     def _state(self, name: str) -> dict[str, Any]:
         """Returns copies of an adapter's weights, gradients and moments on this stage, by their names."""
         parameters, gradients = self._own_parameters(name), self._optimizers[name].gradients()
+        trained = [key for key, parameter in parameters.items() if parameter.requires_grad]
         return {
             "weights": {key: p.detach().clone() for key, p in parameters.items()},
-            "gradients": {key: gradients[i].clone() for i, key in enumerate(parameters) if i in gradients},
+            "gradients": {key: gradients[i].clone() for i, key in enumerate(trained) if i in gradients},
             "moments": self._optimizers[name].state_dict(),
         }
 
@@ -232,6 +249,7 @@ class StageWorker(Hooks, nn.Module):
                     parameter.grad.copy_(state["gradients"][key])
         self._changed(name)
         router_of(self.base.model).adapters[name].seed = seed
+        router_of(self.base.model).adapters[name].awaits_data = False
 
     def _changed(self, name: str) -> None:
         """Notes that an adapter's weights were changed in place."""
@@ -252,6 +270,7 @@ class StageWorker(Hooks, nn.Module):
         updates: Mapping[str, Mapping[str, Any]],
         ends: Sequence[str],
         measure: int | None = None,
+        start: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Makes the updates decided since the last forward, and runs a micro-batch.
 
@@ -263,6 +282,8 @@ class StageWorker(Hooks, nn.Module):
             ends: adapters whose accumulation is complete after this micro-batch.
             measure: a number, if its memory is measured. It counts from here: without updates, and without
                 gradients, which all exist from here on. `received` counts.
+            start: whose initialisation looks at the rows (`name`), at which ones (`rows`, None = all), and
+                the weight of their gradients (`share`).
 
         Returns:
             `[T, D]`, or the logits `[T, V]` if an adapter targets the head.
@@ -277,10 +298,19 @@ class StageWorker(Hooks, nn.Module):
                 self._in_flight[name] = self._in_flight.get(name, 0) + 1
         packed = PackedRows.of(**rows, device=self.device)
         with mlora_ext.route(base.model, packed.layout, packed.adapters, steps=steps):
+            if start is not None:
+                self._observe(**start)
             hidden = base.hidden(input_ids, packed.position_ids, packed.sequences, received)
             if not base.is_last or self._frozen_head() is not None:
                 return hidden
             return base.logits(hidden)
+
+    def _observe(self, name: str, rows: Sequence[bool] | None, share: float) -> None:
+        """Shows the active route to an adapter's initialisation."""
+        self._statistics[name].take(None if rows is None else torch.tensor(rows), share)
+        active = router_of(self.base.model).active
+        assert active is not None
+        active.observe(self._statistics[name])
 
     def _frozen_head(self) -> Head | None:
         """Returns the head that `losses` computes in chunks; None if `forward` computes it with autograd."""
@@ -347,8 +377,10 @@ def plain_lora(config: LoraConfig) -> dict[str, Any]:
     """Returns a LoraConfig's values that are not defaults; `LoraConfig(**values)` makes it again."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
     default = type(config)()
-    return {
-        key: sorted(value) if isinstance(value, set) else value
-        for key, value in values.items()
-        if value != getattr(default, key, None)
-    }
+    return {key: _plain(value) for key, value in values.items() if value != getattr(default, key, None)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return sorted(value) if isinstance(value, set) else value

@@ -26,6 +26,7 @@ from mlora.model.quantized_shapes import shapes_of_skeleton
 from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
 from mlora.planning.partition import Cost, Table
 from mlora_ext import SegmentLayout
+from mlora_ext.adapters.lora_config import without_data
 from mlora_ext.nn import MultiLoRALinear
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class _Profile:
         self._outer = outer_modules(base.model, self._blocks)
         mlora_ext.convert_model(base.model, {}, every_linear=True)
         if lora is not None:
-            mlora_ext.add_adapter(base.model, _NAME, copy.deepcopy(lora))
+            mlora_ext.add_adapter(base.model, _NAME, without_data(copy.deepcopy(lora)))
         base.model.train()
         base.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         self._rows = sum(lengths)

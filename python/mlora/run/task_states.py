@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlora.config.lora_fields import build_lora
 from mlora.engine.engine import Engine
 from mlora.errors import RunError, first_line
 from mlora.files.disk import write_tensors
 from mlora.files.state_files import best_file, read_state
 from mlora.tasks.task import Task
+from mlora_ext.adapters.lora_config import needs_data
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +31,7 @@ def restore_adapter(
 ) -> None:
     """Creates a task's adapter with a state of `Engine.state_dict`; errors name `where` it was read."""
     try:
-        _create_adapter(engine, task, group)
+        _create_adapter(engine, task, group, state)
         engine.load_state_dict(task.name, state)
     except ValueError as error:
         raise RunError(f"{task.name}: cannot be restored: {first_line(error)}") from error
@@ -40,16 +42,25 @@ def restore_adapter(
         ) from error
 
 
-def _create_adapter(engine: Engine, task: Task, group: int) -> None:
-    """Creates a task's adapter as before its first step; groups go to the replicas in turn."""
+def _create_adapter(engine: Engine, task: Task, group: int, state: Mapping[str, Any] | None = None) -> None:
+    """Creates a task's adapter as before its first step; groups go to the replicas in turn.
+
+    If a `state` will be loaded, the adapter gets its ranks, and no initial values that depend on data.
+    """
+    lora, more = task.lora, {}
+    if state is not None and "lora" in state:
+        lora = build_lora(state["lora"])
+    elif state is None and task.lora is not None and needs_data(task.lora):
+        more = {"start_batches": task.start_batches()}
     engine.create_adapter(
         task.name,
-        task.lora,
+        lora,
         task.optim,
         objective=task.config.objective,
         init_from=task.config.init_from,
         seed=task.seed,
         replica=group % engine.replicas,
+        **more,
     )
 
 

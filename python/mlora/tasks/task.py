@@ -12,7 +12,7 @@ from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.data.dataset import Dataset, load_dataset
-from mlora.data.record import sequence_lengths
+from mlora.data.record import Sample, sequence_lengths
 from mlora.data.sampler import BatchPlan, task_seed
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
@@ -119,6 +119,12 @@ class Task:
     def lengths_of(self, batch: int) -> list[int]:
         """Returns the sequence lengths of micro-batch `batch` (counted from 0), in rows."""
         return sequence_lengths(self.data.samples[row] for row in self.plan.batch(batch))
+
+    def start_batches(self) -> list[list[Sample]]:
+        """Returns its first micro-batches, for initial values: `init_samples` samples, one epoch at most."""
+        count = min(-(-self.config.init_samples // self.plan.batch_size), self.plan.batches_per_epoch)
+        rows = [self.plan.batch(index) for index in range(count)]
+        return [[self.data.samples[row] for row in batch] for batch in rows]
 
     @cached_property
     def usual_lengths(self) -> list[int]:

@@ -22,7 +22,13 @@ def test_defaults_are_those_of_training_arguments() -> None:
     theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     # ours where Transformers leaves the choice to the run, or has no such setting
     own = {"seed", "eval_dataset", "eval_exact_match", "max_length", "assistant_only_loss", "shuffle"}
-    own |= {"objective", "early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end"}
+    own |= {
+        "init_samples",
+        "objective",
+        "early_stopping_patience",
+        "early_stopping_threshold",
+        "load_best_model_at_end",
+    }
     for name, field in TrainingFields.model_fields.items():
         if name not in own:
             default = theirs[name]

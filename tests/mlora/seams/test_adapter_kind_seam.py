@@ -161,7 +161,8 @@ def test_a_name_is_one_kinds() -> None:
     with pytest.raises(ValueError, match="adapter kind 'scaled': this name is taken; choose another one"):
         register_adapter_kind(Other())
     with pytest.raises(
-        ValueError, match="adapter kind: expected one of lora, lora_bias, dora, scaled, got 'other'"
+        ValueError,
+        match="adapter kind: expected one of lora, lora_bias, dora, lora_less_start, scaled, got 'other'",
     ):
         registry.adapter_kind("other")
 

@@ -1,0 +1,1 @@
+"""Initial values that depend on an adapter's data: EVA, CorDA, LoRA-GA."""

@@ -1,0 +1,64 @@
+"""Initialises an adapter from its data on an engine, over any number of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlora.data.packing import BASE, pack
+from mlora.data.record import Sample
+from mlora_ext.adapters.lora_config import init_kind
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+class EnginePasses:
+    """Passes of the base over an adapter's batches; see `mlora_ext.nn.start.passes.Passes`.
+
+    Args:
+        engine: an `Engine`, whose module imports this one.
+        name: of the adapter, which is on the engine and at rest.
+        config: its PEFT config.
+        batches: of its samples.
+        put_again: puts the adapter on the engine again, with another config.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        name: str,
+        config: LoraConfig,
+        batches: Sequence[Sequence[Sample]],
+        put_again: Callable[[LoraConfig], None],
+    ) -> None:
+        self._engine, self._name, self.put_again = engine, name, put_again
+        self._how, self._settings = init_kind(config), config.eva_config
+        samples = [[sample] for batch in batches for sample in batch]
+        self._given = samples if self._how == "corda" else [list(batch) for batch in batches]
+        self.batches = len(self._given)
+
+    def ask(self, verb: str, *arguments: Any) -> list[Any]:
+        """Asks every stage of the adapter's replica."""
+        answers: list[Any] = self._engine._control(
+            "start", self._name, {"verb": verb, "arguments": list(arguments)}
+        )
+        return answers
+
+    def run(self, index: int) -> None:
+        """Runs the base on a batch; for LoRA-GA also backward, from the mean loss of its tokens."""
+        samples = self._given[index]
+        packed = pack({BASE: samples}, vocab_size=self._engine._vocab_size, device=self._engine.device)
+        backward = self._how == "lora_ga"
+        share = 1 / (max(1, packed.tokens[BASE]) * self.batches)
+        start = {"name": self._name, "rows": self._rows(samples), "share": share}
+        replica = self._engine._states[self._name].replica
+        number = self._engine._enter(packed, train=backward, start=start, replica=replica)
+        self._engine._leave(packed, number)
+
+    def _rows(self, samples: Sequence[Sample]) -> list[bool] | None:
+        """Returns which tokens count: for EVA those with a label, as in PEFT."""
+        if self._settings is None or not self._settings.use_label_mask:
+            return None
+        ignored = self._settings.label_mask_value
+        return [label != ignored for sample in samples for each in sample.sequences for label in each.labels]
