@@ -18,7 +18,14 @@ from mlora.config.best_rule import BestRule, best_rule, check_evaluation, metric
 from mlora.config.full_method import full_faults
 from mlora.config.lora_fields import LoraBlock
 from mlora.config.offload_config import Method, OffloadConfig, not_served
-from mlora.config.sections import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig, PipelineConfig, SchedulerConfig
+from mlora.config.sections import (
+    FORMATS_OF,
+    WITH_MESSAGES,
+    WITH_PROMPTS,
+    DatasetConfig,
+    PipelineConfig,
+    SchedulerConfig,
+)
 from mlora.config.strict import (
     MOST,
     Location,
@@ -30,7 +37,7 @@ from mlora.config.strict import (
     wrong_keys,
 )
 from mlora.config.sweep_config import SweepConfig
-from mlora.objectives.registry import CROSS_ENTROPY, objective_names
+from mlora.objectives.registry import CROSS_ENTROPY, ObjectiveError, name_of, resolved, takes
 from mlora.optim.optim_config import LARGEST
 from mlora.optim.registry import optimizer_names
 
@@ -70,7 +77,7 @@ class TrainingFields(Strict):
     adam_epsilon: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
     max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     optim: str = "adamw_torch_fused"
-    objective: str = CROSS_ENTROPY
+    objective: str | dict[str, Any] = CROSS_ENTROPY
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     eval_dataset: str | None = None
     eval_steps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -93,13 +100,21 @@ class TrainingFields(Strict):
             raise ValueError(f"must be a whole number of steps, or a ratio below 1, got {value}")
         return value
 
-    @field_validator("optim", "objective")
+    @field_validator("optim")
     @classmethod
-    def _registered(cls, value: str, info: ValidationInfo) -> str:
-        names = optimizer_names() if info.field_name == "optim" else objective_names()
+    def _registered(cls, value: str) -> str:
+        names = optimizer_names()
         if value not in names:
             raise ValueError(f"must be one of {', '.join(names)}, got {value!r}")
         return value
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _objective(cls, value: Any) -> str | dict[str, Any]:
+        try:
+            return resolved(value)
+        except ObjectiveError as error:
+            raise wrong_keys({error.loc: error.message}) from error
 
     @field_validator("metric_for_best_model")
     @classmethod
@@ -360,6 +375,12 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
         elif adapter.assistant_only_loss and formats[name] not in WITH_MESSAGES:
             kinds = " or ".join(WITH_MESSAGES)
             yield "assistant_only_loss", f"needs a {key} of format {kinds}, got {formats[name]!r}"
+        elif formats[name] not in (serve := FORMATS_OF[takes(adapter.objective)]):
+            objective = name_of(adapter.objective)
+            yield (
+                key,
+                f"objective {objective} needs a {key} of format {' or '.join(serve)}, got {formats[name]!r}",
+            )
     found = formats.get(str(adapter.eval_dataset), WITH_PROMPTS[0])
     if adapter.eval_exact_match and found not in WITH_PROMPTS:
         kinds = " or ".join(WITH_PROMPTS)

@@ -22,12 +22,14 @@ class BatchResult:
         tokens: number of its trained tokens.
         units: what divides the loss: the number of trained tokens, unless its objective says otherwise.
         metrics: sums of the objective's metrics over units.
+        counts: what divides those metrics that are not divided by units.
     """
 
     loss_sum: float
     tokens: int
     units: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -40,14 +42,23 @@ class BatchResult:
         Args:
             other: the same adapter's share of another batch.
         """
-        names = {**self.metrics, **other.metrics}
-        metrics = {name: self.metrics.get(name, 0.0) + other.metrics.get(name, 0.0) for name in names}
+        metrics, counts = added(self.metrics, other.metrics), added(self.counts, other.counts)
         loss, tokens = self.loss_sum + other.loss_sum, self.tokens + other.tokens
-        return BatchResult(loss, tokens, self.units + other.units, metrics)
+        return BatchResult(loss, tokens, self.units + other.units, metrics, counts)
 
     def mean_metrics(self) -> dict[str, float]:
-        """Returns the objective's metrics per unit."""
-        return {name: total / self.units for name, total in self.metrics.items()}
+        """Returns the objective's metrics per unit, or per what divides them."""
+        return means(self.metrics, self.counts, self.units)
+
+
+def added(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    """Returns the sums of two sets of numbers by name."""
+    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
+
+
+def means(totals: Mapping[str, float], counts: Mapping[str, float], units: int) -> dict[str, float]:
+    """Returns totals divided by their counts, or by `units` where there is none."""
+    return {name: total / counts.get(name, units) for name, total in totals.items()}
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ class AdapterState:
 
     Attributes:
         replica: the index of its pipeline.
-        objective_name: a name of `mlora.objectives.registry`.
+        objective_spec: what `mlora.objectives.registry.objective_of` makes its objective of.
         steps: optimizer steps, taken or skipped.
         units: what divides its gradient, since the last step.
         rows: rows since the last step.
@@ -88,7 +99,7 @@ class AdapterState:
     replica: int
     rule: StepRule
     scaler: LossScaler
-    objective_name: str = CROSS_ENTROPY
+    objective_spec: Any = CROSS_ENTROPY
     steps: int = 0
     units: int = 0
     rows: int = 0
@@ -100,7 +111,7 @@ class AdapterState:
     @cached_property
     def objective(self) -> Objective:
         """What it is trained for."""
-        return objective_of(self.objective_name)
+        return objective_of(self.objective_spec)
 
     def entered(self, rows: int, units: int) -> None:
         """Counts a micro-batch that has entered the pipeline."""

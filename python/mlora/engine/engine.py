@@ -29,7 +29,8 @@ from mlora.engine.stage_worker import plain_lora, put_adapter
 from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton
-from mlora.objectives.registry import CROSS_ENTROPY, objective_of
+from mlora.objectives.objective import Objective
+from mlora.objectives.registry import CROSS_ENTROPY, ObjectiveError, objective_of, resolved
 from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import IN_MEMORY, OffloadOptions
@@ -311,7 +312,7 @@ class Engine(Batcher):
         lora: LoraConfig | None,
         optim: OptimConfig,
         *,
-        objective: str = CROSS_ENTROPY,
+        objective: Any = CROSS_ENTROPY,
         init_from: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         replica: int = 0,
@@ -322,7 +323,9 @@ class Engine(Batcher):
             name: of the adapter.
             lora: PEFT's config; None = that of `init_from`.
             optim: its optimizer and schedule.
-            objective: what it is trained for; a name of `mlora.objectives.registry`.
+            objective: what it is trained for: a name of `mlora.objectives.registry`, a mapping with the key
+                `name` and options, an `Objective`, or a function that `CustomLoss` takes. Objectives on
+                preferences take `mlora.data.preference` samples.
             init_from: a PEFT folder with initial weights; default: PEFT's random initialisation.
             seed: of initial weights and dropout, together with the name; default: the engine's.
             replica: the index of the pipeline that trains it.
@@ -340,19 +343,19 @@ class Engine(Batcher):
             raise ValueError(f"replica: expected one below {self.replicas}, got {replica}")
         seed = self.seed if seed is None else seed
         rule = StepRule(optim)
-        objective_of(objective)
+        made, spec = self._objective(objective)
         folder = None if init_from is None else os.fspath(init_from)
         with ExitStack() as unless_created:
             if self._admission is not None and self.memory is not None:
                 known = lora or read_config(Path(os.fspath(init_from or "")))
-                self.memory.adapters.know(name, known, optim, FORESEEN)
+                self.memory.adapters.know(name, known, optim, FORESEEN, silent=made.reference is not None)
                 unless_created.callback(self.memory.adapters.forget, name)
                 self._admission.check_states(name)
             put_adapter(self.registry, name, lora, folder, seed)
             if self.registry is self.model:
                 self._part.own(name, optim)
             unless_created.pop_all()
-        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), objective)
+        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), spec)
         self.memory_after = []
         if not self.alone:
             arguments = {
@@ -362,6 +365,18 @@ class Engine(Batcher):
                 "weights": None if folder is None else adapter_weights(folder),
             }
             self._control("create", name, arguments, first_done=self.registry is self.model)
+
+    def _objective(self, objective: Any) -> tuple[Objective, Any]:
+        """Returns an objective, and what the last stage makes it of; raises ObjectiveError if it is wrong."""
+        made = objective_of(objective)
+        if isinstance(objective, str | Mapping):
+            return made, resolved(objective)
+        if self._spread and not self.alone:
+            raise ObjectiveError(
+                "stages in other processes can make an objective from its name only; register it there, or "
+                "name a function as module:function"
+            )
+        return made, made
 
     def remove_adapter(self, name: str) -> None:
         """Forgets an adapter, its gradients and its optimizer.
