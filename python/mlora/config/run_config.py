@@ -37,7 +37,16 @@ from mlora.config.strict import (
     wrong_keys,
 )
 from mlora.config.sweep_config import SweepConfig
-from mlora.objectives.registry import CROSS_ENTROPY, ObjectiveError, name_of, resolved, takes
+from mlora.objectives.options import BASE_ROWS
+from mlora.objectives.registry import (
+    CROSS_ENTROPY,
+    ObjectiveError,
+    name_of,
+    reads_mismatched,
+    reference_of,
+    resolved,
+    takes,
+)
 from mlora.optim.optim_config import LARGEST
 from mlora.optim.registry import optimizer_names
 
@@ -352,8 +361,8 @@ class RunConfig(Strict):
         for index, adapter in enumerate(self.adapters):
             for key, reason in _data_faults(adapter, formats):
                 if (key, reason) not in told:  # a fault of the defaults is reported once
-                    faults["adapters", index, key] = reason
-                    told |= {(key, reason)} if key in TrainingFields.model_fields else set()
+                    faults["adapters", index, *key.split(".")] = reason
+                    told |= {(key, reason)} if key.split(".")[0] in TrainingFields.model_fields else set()
         if faults:
             raise wrong_keys(faults)
         return self
@@ -381,6 +390,15 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
                 key,
                 f"objective {objective} needs a {key} of format {' or '.join(serve)}, got {formats[name]!r}",
             )
+    name = name_of(adapter.objective)
+    if reads_mismatched(adapter.objective) and adapter.per_device_train_batch_size < 2:
+        yield (
+            "per_device_train_batch_size",
+            f"must be at least 2 for objective {name}, whose KL term pairs prompts with completions of other "
+            "samples of the batch",
+        )
+    if (reference := reference_of(adapter.objective)) not in (None, BASE_ROWS):
+        yield "objective.reference", f"a run compares with {BASE_ROWS} only, got {reference!r}"
     found = formats.get(str(adapter.eval_dataset), WITH_PROMPTS[0])
     if adapter.eval_exact_match and found not in WITH_PROMPTS:
         kinds = " or ".join(WITH_PROMPTS)

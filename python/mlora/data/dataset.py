@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlora.data.file_types import refuse_other_kinds
 from mlora.data.formats import parser_of
 from mlora.data.record import FormatError, Prompt, Record, check_ids, json_name, text_of_key
+from mlora.data.record import Sample as Sample  # others import it from here
 from mlora.errors import RunError
 from mlora.objectives.registry import Style
 

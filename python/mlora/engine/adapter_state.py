@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import Any
 
-from mlora.objectives.objective import Objective
-from mlora.objectives.registry import CROSS_ENTROPY, objective_of
+from mlora.objectives.objective import CrossEntropy, Objective
+from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.step_rule import LossScaler, StepRule, Update
 
 
@@ -86,7 +85,8 @@ class AdapterState:
 
     Attributes:
         replica: the index of its pipeline.
-        objective_spec: what `mlora.objectives.registry.objective_of` makes its objective of.
+        objective: what it is trained for.
+        objective_spec: what the last stage makes the objective of: plain values.
         steps: optimizer steps, taken or skipped.
         units: what divides its gradient, since the last step.
         rows: rows since the last step.
@@ -99,6 +99,7 @@ class AdapterState:
     replica: int
     rule: StepRule
     scaler: LossScaler
+    objective: Objective = field(default_factory=CrossEntropy)
     objective_spec: Any = CROSS_ENTROPY
     steps: int = 0
     units: int = 0
@@ -107,11 +108,6 @@ class AdapterState:
     update: Update | None = None
     under_way: int = 0
     ending: bool = False
-
-    @cached_property
-    def objective(self) -> Objective:
-        """What it is trained for."""
-        return objective_of(self.objective_spec)
 
     def entered(self, rows: int, units: int) -> None:
         """Counts a micro-batch that has entered the pipeline."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _OPTIM = OptimConfig(learning_rate=1.0, total_steps=1)
-_LOSS = CustomLoss(lambda rows: -rows.sums())
+_LOSS = "dry"  # the objective of micro-batches with rows that have no gradient
 _NAME = "dry"  # a placeholder; error messages leave it out
 
 
@@ -206,6 +206,7 @@ class DryStage:
             part = StageWorker(base, self._options.device)
             for name in loras:
                 part.own(name, _OPTIM)
+            part.objective(_LOSS, CustomLoss(lambda rows: -rows.sums()))
             stage = Stage(part, index, stages, part.losses, part)
             for count in counts:
                 base.cut = self._cut(model, count)
@@ -268,7 +269,7 @@ class DryStage:
                 "silent": {
                     **_trained(lengths),
                     "lengths": lengths,
-                    "reads": [range(len(silent))] * len(live),
+                    "reads": [list(range(len(silent)))] * len(live),
                 },
             }
         content = {"number": 0, "train": True, "position": ALONE, "common": common, "targets": targets}

@@ -146,6 +146,7 @@ class Engine(Batcher):
         group = stage_group or stage_group_of_threads(base_model, stages, options, schedule, **more)
         super().__init__(group, torch.device(device), micro_batches)
         self._part, self._spread, self.blocks = group.first, group.spread, list(group.blocks)
+        self._last = group.last
         self._base = self._part.base
         self.model = self._base.model
         self.alone = self.stages * self.replicas == 1
@@ -343,7 +344,7 @@ class Engine(Batcher):
             raise ValueError(f"replica: expected one below {self.replicas}, got {replica}")
         seed = self.seed if seed is None else seed
         rule = StepRule(optim)
-        made, spec = self._objective(objective)
+        made, spec = self._objective(name, objective)
         folder = None if init_from is None else os.fspath(init_from)
         with ExitStack() as unless_created:
             if self._admission is not None and self.memory is not None:
@@ -355,7 +356,7 @@ class Engine(Batcher):
             if self.registry is self.model:
                 self._part.own(name, optim)
             unless_created.pop_all()
-        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), spec)
+        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), made, spec)
         self.memory_after = []
         if not self.alone:
             arguments = {
@@ -366,17 +367,19 @@ class Engine(Batcher):
             }
             self._control("create", name, arguments, first_done=self.registry is self.model)
 
-    def _objective(self, objective: Any) -> tuple[Objective, Any]:
+    def _objective(self, name: str, objective: Any) -> tuple[Objective, Any]:
         """Returns an objective, and what the last stage makes it of; raises ObjectiveError if it is wrong."""
         made = objective_of(objective)
         if isinstance(objective, str | Mapping):
             return made, resolved(objective)
-        if self._spread and not self.alone:
+        if self._last is None:
             raise ObjectiveError(
                 "stages in other processes can make an objective from its name only; register it there, or "
                 "name a function as module:function"
             )
-        return made, made
+        spec = f"given for {name}"
+        self._last.objective(spec, made)
+        return made, spec
 
     def remove_adapter(self, name: str) -> None:
         """Forgets an adapter, its gradients and its optimizer.

@@ -54,14 +54,16 @@ class FullEngine(Engine):
             raise ValueError(f"method: full trains one task at a time, and {next(iter(self._states))} is one")
         if lora is not None or init_from is not None:
             raise ValueError("method: full has no adapters; expected neither lora nor init_from")
-        made, spec = self._objective(objective)
+        made, spec = self._objective(name, objective)
         if made.reference is not None:
             raise ValueError(
                 f"objective: compares with {made.reference}, but method: full trains the base model itself; "
                 "use an objective without a reference, such as cpo, simpo or orpo"
             )
         self._part.own(name, optim)
-        self._states[name] = AdapterState(replica, StepRule(optim), LossScaler.for_dtype(self.dtype), spec)
+        self._states[name] = AdapterState(
+            replica, StepRule(optim), LossScaler.for_dtype(self.dtype), made, spec
+        )
         self.memory_after = []
 
     def state_dict(self, name: str) -> dict[str, Any]:

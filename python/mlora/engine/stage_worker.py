@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from mlora.data.packing import BASE, PackedRows
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
+from mlora.objectives.objective import Objective
 from mlora.objectives.registry import objective_of
 from mlora.objectives.token_losses import (
     Head,
@@ -53,6 +55,7 @@ class StageWorker(Hooks, nn.Module):
         super().__init__()
         self.base, self.device, self.offload = base, device, offload
         self.body = base.body
+        self._objectives: dict[str, Objective] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._in_flight: dict[str, int] = {}
         self._latest: Sequence[str] = ()
@@ -365,10 +368,17 @@ class StageWorker(Hooks, nn.Module):
         more: dict[str, Any] = {}
         if quiet is not None and silent is not None:
             more = {"reads": silent["reads"], "silent": self._silent_log_p(quiet, silent)}
-        objectives = [objective_of(spec) for spec in specs]
+        objectives = [self.objective(spec) for spec in specs]
         return Owners(
             targets["counts"], targets["scales"], objectives, targets["lengths"], targets["facts"], **more
         )
+
+    def objective(self, spec: Any, made: Objective | None = None) -> Objective:
+        """Returns the objective of a spec; the first one is kept: what it is made of, or `made`."""
+        key = json.dumps(spec, sort_keys=True)
+        if key not in self._objectives or made is not None:
+            self._objectives[key] = made or objective_of(spec)
+        return self._objectives[key]
 
     def _silent_log_p(self, output: Tensor, silent: Mapping[str, Any]) -> Sequence[Tensor]:
         """Returns the log-probabilities of each silent sequence's tokens."""

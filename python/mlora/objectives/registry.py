@@ -121,6 +121,17 @@ def name_of(spec: Any) -> str:
     return _split(spec)[0]
 
 
+def reference_of(spec: Any) -> str | None:
+    """Returns whose log-probabilities an objective compares with; `spec` is what `resolved` returned."""
+    return _split(spec)[1].get("reference")
+
+
+def reads_mismatched(spec: Any) -> bool:
+    """Whether an objective reads prompts with completions of other samples of the batch."""
+    name, options = _split(spec)
+    return name == "kto" and options.get("loss_type") == "kto"
+
+
 def style_of(spec: Any) -> Style:
     """Returns which of TRL's trainers tokenises an objective's preference data."""
     return "cpo" if name_of(spec) in ("cpo", "simpo", "orpo") else "dpo"
