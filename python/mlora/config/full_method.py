@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlora.config.strict import Location
+from mlora.objectives.registry import reference_of
 
 
 def full_faults(config: Any) -> dict[Location, str]:
@@ -24,13 +25,18 @@ def full_faults(config: Any) -> dict[Location, str]:
         ),
     }
     for i, adapter in enumerate(config.adapters):
-        rule = adapter.best_rule
+        rule, reference = adapter.best_rule, reference_of(adapter.objective)
         own = {
             "lora": (bool(adapter.lora), "method: full trains all weights; remove it"),
             "init_from": (adapter.init_from is not None, "method: full begins with base_model; remove it"),
             "loraplus_lr_ratio": (
                 adapter.loraplus_lr_ratio is not None,
                 "is a rate of lora_B, and method: full has none; remove it",
+            ),
+            "objective": (
+                reference is not None,
+                f"compares with {reference}, but method: full trains the base model itself; use an objective "
+                "without a reference, such as cpo, simpo or orpo",
             ),
             "eval_exact_match": (adapter.eval_exact_match, "is not served with method: full; remove it"),
             "load_best_model_at_end": (

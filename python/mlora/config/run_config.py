@@ -19,7 +19,14 @@ from mlora.config.full_method import full_faults
 from mlora.config.lora_fields import LoraBlock
 from mlora.config.offload_config import Method, OffloadConfig, not_served
 from mlora.config.quantization_config import QuantizationConfig, quantization_faults
-from mlora.config.sections import WITH_MESSAGES, WITH_PROMPTS, DatasetConfig, PipelineConfig, SchedulerConfig
+from mlora.config.sections import (
+    FORMATS_OF,
+    WITH_MESSAGES,
+    WITH_PROMPTS,
+    DatasetConfig,
+    PipelineConfig,
+    SchedulerConfig,
+)
 from mlora.config.strict import (
     MOST,
     Location,
@@ -31,7 +38,16 @@ from mlora.config.strict import (
     wrong_keys,
 )
 from mlora.config.sweep_config import SweepConfig
-from mlora.objectives.registry import CROSS_ENTROPY, objective_names
+from mlora.objectives.options import BASE_ROWS
+from mlora.objectives.registry import (
+    CROSS_ENTROPY,
+    ObjectiveError,
+    name_of,
+    reads_mismatched,
+    reference_of,
+    resolved,
+    takes,
+)
 from mlora.optim.optim_config import LARGEST, loraplus_fault
 from mlora.optim.registry import missing_package, optimizer_names
 
@@ -73,7 +89,7 @@ class TrainingFields(Strict):
     optim: str = "adamw_torch_fused"
     loraplus_lr_ratio: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     loraplus_lr_embedding: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    objective: str = CROSS_ENTROPY
+    objective: str | dict[str, Any] = CROSS_ENTROPY
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     eval_dataset: str | None = None
     eval_steps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -97,15 +113,23 @@ class TrainingFields(Strict):
             raise ValueError(f"must be a whole number of steps, or a ratio below 1, got {value}")
         return value
 
-    @field_validator("optim", "objective")
+    @field_validator("optim")
     @classmethod
-    def _registered(cls, value: str, info: ValidationInfo) -> str:
-        names = optimizer_names() if info.field_name == "optim" else objective_names()
+    def _registered(cls, value: str) -> str:
+        names = optimizer_names()
         if value not in names:
             raise ValueError(f"must be one of {', '.join(names)}, got {value!r}")
-        if info.field_name == "optim" and (package := missing_package(value)):
+        if package := missing_package(value):
             raise ValueError(f"{value!r} needs the package {package}: pip install {package}")
         return value
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _objective(cls, value: Any) -> str | dict[str, Any]:
+        try:
+            return resolved(value)
+        except ObjectiveError as error:
+            raise wrong_keys({error.loc: error.message}) from error
 
     @field_validator("metric_for_best_model")
     @classmethod
@@ -355,8 +379,8 @@ class RunConfig(Strict):
         for index, adapter in enumerate(self.adapters):
             for key, reason in _data_faults(adapter, formats):
                 if (key, reason) not in told:  # a fault of the defaults is reported once
-                    faults["adapters", index, key] = reason
-                    told |= {(key, reason)} if key in TrainingFields.model_fields else set()
+                    faults["adapters", index, *key.split(".")] = reason
+                    told |= {(key, reason)} if key.split(".")[0] in TrainingFields.model_fields else set()
         if faults:
             raise wrong_keys(faults)
         return self
@@ -378,6 +402,21 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
         elif adapter.assistant_only_loss and formats[name] not in WITH_MESSAGES:
             kinds = " or ".join(WITH_MESSAGES)
             yield "assistant_only_loss", f"needs a {key} of format {kinds}, got {formats[name]!r}"
+        elif formats[name] not in (serve := FORMATS_OF[takes(adapter.objective)]):
+            objective = name_of(adapter.objective)
+            yield (
+                key,
+                f"objective {objective} needs a {key} of format {' or '.join(serve)}, got {formats[name]!r}",
+            )
+    name = name_of(adapter.objective)
+    if reads_mismatched(adapter.objective) and adapter.per_device_train_batch_size < 2:
+        yield (
+            "per_device_train_batch_size",
+            f"must be at least 2 for objective {name}, whose KL term pairs prompts with completions of other "
+            "samples of the batch",
+        )
+    if (reference := reference_of(adapter.objective)) not in (None, BASE_ROWS):
+        yield "objective.reference", f"a run compares with {BASE_ROWS} only, got {reference!r}"
     found = formats.get(str(adapter.eval_dataset), WITH_PROMPTS[0])
     if adapter.eval_exact_match and found not in WITH_PROMPTS:
         kinds = " or ".join(WITH_PROMPTS)

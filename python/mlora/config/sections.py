@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
@@ -12,6 +13,12 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from mlora.config.strict import MOST, Strict, resolve_path, wrong_key
 
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
+FORMATS_OF: dict[str, Sequence[str]] = {
+    "sequences": ("tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages"),
+    "pairs": ("preference",),
+    "judged": ("unpaired",),
+}
+"""The formats of an objective's samples, by what it takes."""
 WITH_PROMPTS = ("prompt_completion", "alpaca")
 
 
@@ -29,11 +36,16 @@ class DatasetConfig(Strict):
     - ``messages``: every token of the conversation as the chat template writes it; with
       ``assistant_only_loss``, only tokens that the template marks as the assistant's.
     - ``sharegpt``: the same for ``conversations`` of ``from`` and ``value``.
+    - ``preference``: ``chosen`` and ``rejected`` after ``prompt``, all text or all messages, for the
+      objectives that take pairs. Without ``prompt``, the start that both share is the prompt.
+    - ``unpaired``: ``completion`` after ``prompt``, and ``label``: whether the completion is desirable.
     """
 
     name: str = Field(min_length=1)
     path: str = Field(min_length=1)
-    format: Literal["tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages"]
+    format: Literal[
+        "tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages", "preference", "unpaired"
+    ]
 
     @field_validator("path")
     @classmethod

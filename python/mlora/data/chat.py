@@ -107,7 +107,7 @@ class ChatTemplate:
         The prompt is rendered with the opening of the answer (``add_generation_prompt``). Training starts at
         the first token that differs from it. The record has a prompt if the completion holds the end token.
         """
-        start = self._tokens(prompt, fields, add_generation_prompt=True)["input_ids"]
+        start = self.tokens(prompt, fields, add_generation_prompt=True)["input_ids"]
         ids, labels = self._render(prompt + completion, fields)
         place = common_start(tuple(start), ids)
         sample = Sample(ids, (NOT_TRAINED,) * place + labels[place:])
@@ -118,7 +118,7 @@ class ChatTemplate:
     def question(self, text: str) -> tuple[int, ...]:
         """Returns the tokens of a user's message and of the opening of the answer."""
         message = {"role": "user", "content": text}
-        return tuple(self._tokens([message], {}, add_generation_prompt=True)["input_ids"])
+        return tuple(self.tokens([message], {}, add_generation_prompt=True)["input_ids"])
 
     def _prompt(self, ids: tuple[int, ...], place: int) -> Prompt | None:
         """Returns the prompt ``ids[:place]``, or None if no end token follows it."""
@@ -133,14 +133,22 @@ class ChatTemplate:
     def _render(
         self, messages: list[Message], fields: dict[str, Any]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        found = self._tokens(messages, fields, return_assistant_tokens_mask=self._assistant_only)
+        found = self.tokens(messages, fields, return_assistant_tokens_mask=self._assistant_only)
         ids = tuple(found["input_ids"])
         if not self._assistant_only:
             return ids, ids
         marked = zip(ids, found["assistant_masks"], strict=True)
         return ids, tuple(token if mark else NOT_TRAINED for token, mark in marked)
 
-    def _tokens(self, messages: list[Message], fields: dict[str, Any], **how: Any) -> Any:
+    def tokens(self, messages: list[Message], fields: dict[str, Any], **how: Any) -> Any:
+        """Returns what the template makes of messages, by the tokenizer's names: `input_ids` and others."""
+        return self._apply(messages, fields, tokenize=True, return_dict=True, **how)
+
+    def text(self, messages: list[Message], fields: dict[str, Any], **how: Any) -> str:
+        """Returns the text that the template makes of messages."""
+        return str(self._apply(messages, fields, tokenize=False, **how))
+
+    def _apply(self, messages: list[Message], fields: dict[str, Any], **how: Any) -> Any:
         from jinja2 import TemplateError
 
         options = fields.get("chat_template_kwargs") or {}
@@ -150,9 +158,7 @@ class ChatTemplate:
             if key in NOT_THE_TEMPLATES:
                 raise FormatError(f"'chat_template_kwargs': {key!r} is not a template variable; remove it")
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=_tools(fields), tokenize=True, return_dict=True, **how, **options
-            )
+            return self._tokenizer.apply_chat_template(messages, tools=_tools(fields), **how, **options)
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise FormatError(f"the chat template refuses the messages: {first_line(error)}") from None
 

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.data.file_types import refuse_other_kinds
 from mlora.data.formats import parser_of
-from mlora.data.record import FormatError, Prompt, Record, Sample, check_ids, json_name, text_of_key
+from mlora.data.record import FormatError, Prompt, Record, check_ids, json_name, text_of_key
+from mlora.data.record import Sample as Sample  # others import it from here
 from mlora.errors import RunError
+from mlora.objectives.registry import Style
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 class Dataset:
     """A dataset as one task sees it."""
 
-    samples: list[Sample]  # the samples with at least one trained token, cut to the task's ``max_length``
+    # the samples with at least one trained token in each sequence, cut to the task's ``max_length``:
+    # `Sample`, or one of `mlora.data.preference`
+    samples: list[Any]
     # for ``prompt_completion`` and ``alpaca``, the prompts, in file order, of samples that were not cut and
     # that end with the end token; else empty
     prompts: list[Prompt]
@@ -42,6 +46,7 @@ def load_dataset(
     max_positions: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_only_loss: bool = False,
+    style: Style = "dpo",
 ) -> Dataset:
     """Reads a jsonl file. A RunError about a line names the file and the line's number.
 
@@ -51,10 +56,11 @@ def load_dataset(
         max_positions: the longest sequence that the base model takes; None = unlimited.
         tokenizer: the base model's; only the format ``tokens`` needs none.
         assistant_only_loss: of messages, train only what the assistant says.
+        style: which of TRL's trainers tokenises preference data so.
     """
     path = Path(path)
     try:
-        parse = parser_of(format, tokenizer, assistant_only_loss=assistant_only_loss)
+        parse = parser_of(format, tokenizer, assistant_only_loss=assistant_only_loss, style=style)
     except FormatError as error:
         raise RunError(f"{path}: the dataset {name!r} of format {format}: {error}") from None
     refuse_other_kinds(path)
@@ -77,18 +83,18 @@ def _finish(
     kept, prompts = [], []
     found: Counter[str] = Counter()
     for line, record in records:
-        sample = record.sample
-        if len(sample.input_ids) <= max_length:
+        if max(part.rows for part in record.sample.parts) <= max_length:
             prompts += [record.prompt] if record.prompt else []
         else:
             found[f"are longer than max_length {max_length} and were cut"] += 1
-            sample = Sample(sample.input_ids[:max_length], sample.labels[:max_length])
-        if max_positions is not None and len(sample.input_ids) > max_positions:
+        sample = record.sample.cut(max_length)
+        longest = max(part.rows for part in sample.parts)
+        if max_positions is not None and longest > max_positions:
             raise RunError(
-                f"{path}:{line}: the sample has {len(sample.input_ids)} tokens, but the base model "
+                f"{path}:{line}: the sample has {longest} tokens, but the base model "
                 f"takes at most {max_positions}; set max_length to {max_positions} or less"
             )
-        if sample.trained_tokens:
+        if all(part.trained_tokens for part in sample.parts):
             kept.append(sample)
         else:
             found["have no trained token and are left out"] += 1

@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from mlora.data.chat import ChatTemplate, messages_of_key, sharegpt_messages
+from mlora.data.preference_formats import preference, unpaired
 from mlora.data.record import (
     NOT_TRAINED,
     FormatError,
@@ -17,6 +18,7 @@ from mlora.data.record import (
     ids_of_key,
     text_of_key,
 )
+from mlora.objectives.registry import Style
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,9 +41,15 @@ ALPACA_WITH_INPUT = (
 
 
 def parser_of(
-    format: str, tokenizer: PreTrainedTokenizerBase | None, *, assistant_only_loss: bool = False
+    format: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    assistant_only_loss: bool = False,
+    style: Style = "dpo",
 ) -> Parser:
     """Returns the function that reads a format's lines. Only ``tokens`` needs no tokenizer.
+
+    `style` is that of preference data; see `mlora.data.preference_formats`.
 
     Both raise FormatError: for what the tokenizer lacks, and for a malformed line.
     """
@@ -56,6 +64,10 @@ def parser_of(
         return lambda fields: chat.conversation(messages_of_key(fields, "messages"), fields)
     if not isinstance(tokenizer.eos_token, str):
         raise FormatError("the base model's tokenizer has no end token (eos_token)")
+    if format == "preference":
+        return preference(tokenizer, style)
+    if format == "unpaired":
+        return unpaired(tokenizer)
     if format == "prompt_completion":
         return _prompt_completion(tokenizer, assistant_only_loss)
     return {"text": _plain_text, "alpaca": _alpaca}[format](tokenizer)

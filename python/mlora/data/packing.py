@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mlora.data.record import NOT_TRAINED, Sample
+from mlora.memory.memory_model import SilentRows
 from mlora.model.attention import PackedSequences
 from mlora_ext import SegmentLayout
 
@@ -64,6 +65,23 @@ class PackedBatch:
     tokens: dict[str, int]  # number of trained tokens by owner; sums to M, or is 0 for prompts
     # the divisor of each adapter's loss, as its objective gives it; without an entry, `tokens`
     units: dict[str, int] = field(default_factory=dict)
+    facts: tuple[tuple[Sequence[float], ...], ...] = ()  # of each owner: those of its samples
+    # rows that are run without gradient, by their owners, or None; and for each owner of rows with gradient
+    # the sequences among them that its loss reads, by index
+    silent: PackedBatch | None = None
+    reads: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def all_lengths(self) -> tuple[int, ...]:
+        """Rows of each sequence, with and without gradient; see `mlora.data.record.sequence_lengths`."""
+        silent = () if self.silent is None else self.silent.sequences
+        return (*self.sequences, *map(SilentRows, silent))
+
+    @property
+    def all_owners(self) -> list[str]:
+        """The adapters whose weights it uses, those with gradient first."""
+        silent = () if self.silent is None else self.silent.names
+        return [name for name in dict.fromkeys((*self.names, *silent)) if name != BASE]
 
     def trained_lengths(self) -> list[list[int]]:
         """Returns, for each owner, the trained tokens of each of its sequences."""
@@ -108,6 +126,7 @@ def pack(
         ValueError: a sample is empty, its labels differ in length, or an id is outside the vocabulary.
     """
     names = tuple(name or BASE for name in batches)
+    silent, reads = _pack_silent(batches.values(), vocab_size, device)
     ids: list[int] = []
     labels: list[int] = []
     sequences: list[int] = []
@@ -136,7 +155,28 @@ def pack(
         rows.to(torch.int32),
         table[rows],
         tokens,
+        facts=tuple(tuple(sample.facts for sample in samples) for samples in batches.values()),
+        silent=silent,
+        reads=reads,
     )
+
+
+def _pack_silent(
+    batches: Iterable[Sequence[Any]], vocab_size: int | None, device: torch.device | str
+) -> tuple[PackedBatch | None, tuple[tuple[int, ...], ...]]:
+    """Packs the sequences that are run without gradient, and says which of them each owner's samples read.
+
+    Equal sequences of one owner, such as the references of several adapters on the same data, are run once.
+    """
+    asked = [[each for sample in samples for each in sample.silent] for samples in batches]
+    owners: dict[str | None, dict[Sample, None]] = {}
+    for name, sequence in (each for own in asked for each in own):
+        owners.setdefault(name, {})[sequence] = None
+    if not owners:
+        return None, ()
+    packed = pack({name: list(own) for name, own in owners.items()}, vocab_size=vocab_size, device=device)
+    places = {each: index for index, each in enumerate((n, s) for n, own in owners.items() for s in own)}
+    return packed, tuple(tuple(places[each] for each in own) for own in asked)
 
 
 def pack_prompts(

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from mlora.memory.memory_model import SilentRows
+
 NOT_TRAINED = -100
 
 
@@ -28,6 +30,32 @@ class Sample:
         return (self,)
 
     @property
+    def parts(self) -> tuple[Sample, ...]:
+        """The sequences of the line that it was read from: itself."""
+        return (self,)
+
+    def cut(self, max_length: int) -> Sample:
+        """Returns its first ``max_length`` tokens."""
+        if len(self.input_ids) <= max_length:
+            return self
+        return Sample(self.input_ids[:max_length], self.labels[:max_length])
+
+    @property
+    def silent(self) -> tuple[tuple[str, Sample], ...]:
+        """Owners and sequences that are run without gradient for its loss: none."""
+        return ()
+
+    @property
+    def facts(self) -> tuple[float, ...]:
+        """Plain numbers that its loss reads: none."""
+        return ()
+
+    @property
+    def units(self) -> int:
+        """The number of samples that it stands for."""
+        return 1
+
+    @property
     def rows(self) -> int:
         """Rows of all its sequences."""
         return len(self.input_ids)
@@ -38,9 +66,13 @@ class Sample:
         return sum(label != NOT_TRAINED for label in self.labels[1:])
 
 
-def sequence_lengths(samples: Iterable[Sample]) -> list[int]:
-    """Returns the rows of each sequence of some samples, in order."""
-    return [len(sequence.input_ids) for sample in samples for sequence in sample.sequences]
+def sequence_lengths(samples: Iterable[Any]) -> list[int]:
+    """Returns the rows of each sequence of some samples; those without gradient as `SilentRows`."""
+    found: list[int] = []
+    for sample in samples:
+        found += [len(sequence.input_ids) for sequence in sample.sequences]
+        found += [SilentRows(len(sequence.input_ids)) for _, sequence in sample.silent]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +88,7 @@ class Prompt:
 class Record:
     """What a line of a dataset becomes."""
 
-    sample: Sample
+    sample: Any  # `Sample`, or one of `mlora.data.preference`
     prompt: Prompt | None = None  # for exact match, if the line has a prompt and a completion
     doubt: str = ""  # a warning, worded to follow "3 of 7 samples"; empty if there is none
 
@@ -129,8 +161,13 @@ def common_start(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def check_ids(sample: Sample, vocab_size: int) -> None:
-    """Raises FormatError for the first id or label outside a vocabulary."""
+def check_ids(sample: Any, vocab_size: int) -> None:
+    """Raises FormatError for the first id or label of a line's sequences outside a vocabulary."""
+    for part in sample.parts:
+        _check_part(part, vocab_size)
+
+
+def _check_part(sample: Sample, vocab_size: int) -> None:
     for value in sample.input_ids:
         if not 0 <= value < vocab_size:
             raise FormatError(f"token id {value} is outside the base model's vocabulary of {vocab_size}")

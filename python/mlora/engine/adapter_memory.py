@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mlora.engine.dry_run import DryStage, States
 from mlora.memory.estimate import MemoryEstimate, MemorySample
+from mlora.memory.memory_model import SilentRows
 from mlora.optim.optim_config import OptimConfig
 from mlora_ext.adapters.lora_config import without_data
 
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 _SHORT = 32  # rows of each sequence in a sample of many short ones
 LEAST = 2  # rows of the shortest sequence: a trained row needs a token after it
 
-MemorySamples = Callable[["Mapping[str, LoraConfig]", Sequence[int], int], Sequence[MemorySample]]
+MemorySamples = Callable[["Mapping[str, LoraConfig]", Sequence[int], int, bool], Sequence[MemorySample]]
 """Returns micro-batches of adapters and what they take; none if that cannot be found out now.
 
-Takes PEFT's configs by adapter name, the bytes of the adapters' weights and gradients at each stage, and
-the rows of the longest sequence that they will have.
+Takes PEFT's configs by adapter name, the bytes of the adapters' weights and gradients at each stage, the
+rows of the longest sequence that they will have, and whether some sequences are run without gradient.
 """
 
 
@@ -38,6 +39,7 @@ class _Known:
     lora: LoraConfig
     states: list[States]
     longest: int
+    silent: bool = False  # whether it has sequences that are run without gradient, such as references
 
     @cached_property
     def key(self) -> tuple[tuple[str, int], ...]:
@@ -54,15 +56,20 @@ class AdapterMemory:
         self._samples = samples or self._dry_samples
         self._known: dict[str, _Known] = {}
 
-    def know(self, name: str, lora: LoraConfig, optim: OptimConfig, longest: int) -> None:
+    def know(
+        self, name: str, lora: LoraConfig, optim: OptimConfig, longest: int, *, silent: bool = False
+    ) -> None:
         """Takes in an adapter whose longest sequence will have `longest` rows; most other methods need this.
 
-        One of EVA counts with the most ranks that it can get.
+        One of EVA counts with the most ranks that it can get. `silent`: some of its sequences are run
+        without gradient.
 
         Raises ValueError if the adapter cannot be put on the base.
         """
         lora = without_data(lora)
-        self._known[name] = _Known(lora, [stage.states(lora, optim) for stage in self._stages], longest)
+        self._known[name] = _Known(
+            lora, [stage.states(lora, optim) for stage in self._stages], longest, silent
+        )
         self.estimate.forget_keys()
 
     def forget(self, name: str) -> None:
@@ -111,7 +118,11 @@ class AdapterMemory:
         for key in {self._known[name].key for name in names}:
             for layer, rank in key:
                 ranks[layer] = max(rank, ranks.get(layer, 0))
-        return hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()[:16]
+        found = hashlib.sha256(repr(sorted(ranks.items())).encode()).hexdigest()[:16]
+        return f"{found}-silent" if self._any_silent(names) else found
+
+    def _any_silent(self, names: Sequence[str]) -> bool:
+        return any(self._known[name].silent for name in names)
 
     def _dry_run(self, names: Sequence[str]) -> Sequence[MemorySample]:
         """Samples one adapter of each kind; how many of a kind there are does not matter."""
@@ -119,12 +130,12 @@ class AdapterMemory:
         loras = {name: self._known[name].lora for name in kinds.values()}
         states = [sum(parts) for parts in zip(*map(self.begun, loras), strict=True)]
         longest = max(self._known[name].longest for name in names)
-        return self._samples(loras, states, longest)
+        return self._samples(loras, states, longest, self._any_silent(names))
 
     def _dry_samples(
-        self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
+        self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int, silent: bool
     ) -> list[MemorySample]:
-        shapes = [spread(list(loras), shape) for shape in seed_shapes(longest)]
+        shapes = [spread(list(loras), shape) for shape in seed_shapes(longest, silent=silent)]
         found = [stage.activations(loras, shapes) for stage in self._stages]
         return [
             MemorySample([rows for own in shape.values() for rows in own], phases)
@@ -132,14 +143,20 @@ class AdapterMemory:
         ]
 
 
-def seed_shapes(longest: int) -> list[list[int]]:
+def seed_shapes(longest: int, *, silent: bool = False) -> list[list[int]]:
     """Returns the sequence lengths of sampled micro-batches: short and long, few and many, alike and mixed.
 
-    Together they tell the coefficients of a `MemoryModel` apart. `longest` is in rows.
+    Together they tell the coefficients of a `MemoryModel` apart. `longest` is in rows. `silent` adds some
+    with sequences that are run without gradient.
     """
     longest = max(LEAST, longest)
     short = max(LEAST, min(_SHORT, longest // 2))
-    return [
+    more = [
+        [longest, SilentRows(longest)],
+        [*[short] * 2, *map(SilentRows, [short] * 8)],
+        [short, longest, *map(SilentRows, [short, longest] * 3)],
+    ]
+    return more * silent + [
         [short, longest],
         [short] * 2,
         [short] * 10,

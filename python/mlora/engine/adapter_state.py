@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from typing import Any
 
-from mlora.objectives.objective import Objective
-from mlora.objectives.registry import CROSS_ENTROPY, objective_of
+from mlora.objectives.objective import CrossEntropy, Objective
+from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.step_rule import LossScaler, StepRule, Update
 
 
@@ -22,12 +21,14 @@ class BatchResult:
         tokens: number of its trained tokens.
         units: what divides the loss: the number of trained tokens, unless its objective says otherwise.
         metrics: sums of the objective's metrics over units.
+        counts: what divides those metrics that are not divided by units.
     """
 
     loss_sum: float
     tokens: int
     units: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
@@ -45,14 +46,23 @@ class BatchResult:
         Args:
             other: the same adapter's share of another batch.
         """
-        names = {**self.metrics, **other.metrics}
-        metrics = {name: self.metrics.get(name, 0.0) + other.metrics.get(name, 0.0) for name in names}
+        metrics, counts = added(self.metrics, other.metrics), added(self.counts, other.counts)
         loss, tokens = self.loss_sum + other.loss_sum, self.tokens + other.tokens
-        return BatchResult(loss, tokens, self.units + other.units, metrics)
+        return BatchResult(loss, tokens, self.units + other.units, metrics, counts)
 
     def mean_metrics(self) -> dict[str, float]:
-        """Returns the objective's metrics per unit."""
-        return {name: total / self.units for name, total in self.metrics.items()}
+        """Returns the objective's metrics per unit, or per what divides them."""
+        return means(self.metrics, self.counts, self.units)
+
+
+def added(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    """Returns the sums of two sets of numbers by name."""
+    return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
+
+
+def means(totals: Mapping[str, float], counts: Mapping[str, float], units: int) -> dict[str, float]:
+    """Returns totals divided by their counts, or by `units` where there is none."""
+    return {name: total / counts.get(name, units) for name, total in totals.items()}
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,8 @@ class AdapterState:
 
     Attributes:
         replica: the index of its pipeline.
-        objective_name: a name of `mlora.objectives.registry`.
+        objective: what it is trained for.
+        objective_spec: what the last stage makes the objective of: plain values.
         steps: optimizer steps, taken or skipped.
         units: what divides its gradient, since the last step.
         rows: rows since the last step.
@@ -93,7 +104,8 @@ class AdapterState:
     replica: int
     rule: StepRule
     scaler: LossScaler
-    objective_name: str = CROSS_ENTROPY
+    objective: Objective = field(default_factory=CrossEntropy)
+    objective_spec: Any = CROSS_ENTROPY
     steps: int = 0
     units: int = 0
     rows: int = 0
@@ -101,11 +113,6 @@ class AdapterState:
     update: Update | None = None
     under_way: int = 0
     ending: bool = False
-
-    @cached_property
-    def objective(self) -> Objective:
-        """What it is trained for."""
-        return objective_of(self.objective_name)
 
     def entered(self, rows: int, units: int) -> None:
         """Counts a micro-batch that has entered the pipeline."""

@@ -11,14 +11,17 @@ from typing import Any
 import torch
 
 from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
+from mlora.data.preference import joined
 from mlora.data.record import Sample
 from mlora.engine.adapter_state import AdapterStates, BatchResult
 from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
 from mlora.engine.stage_group import StageGroup
 from mlora.memory.estimate import MemorySample
+from mlora.objectives.objective import CrossEntropy, Objective
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.pipeline.order import ALONE, RoundPosition
 
+_CROSS_ENTROPY = CrossEntropy()
 _Parts = Sequence[tuple[PackedBatch, int | None]]
 """Micro-batches, each with its number in the pipeline, or None if it has nothing to compute."""
 
@@ -111,6 +114,7 @@ class Batcher:
         replicas = {self._states[name].replica for name in batches}
         if len(replicas) > 1:
             raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
+        batches = self._joined(batches)
         rows = {name: self._states[name].rows for name in batches}
         packed = []
         pieces = self._cut(batches, 1 if whole else self._micro_batches)
@@ -139,6 +143,8 @@ class Batcher:
         for batch in packed:
             for name, length in zip(batch.names, batch.lengths, strict=True):
                 self._states[name].entered(length, batch.units[name])
+            for name in _only_read(batch):
+                self._states[name].under_way += 1
         for name in ends:
             self._states[name].ending = bool(trained)
         future = BatchFuture(parts, ends if trained else ())
@@ -190,7 +196,9 @@ class Batcher:
                 stack.pop_all()
             if notes and all("memory" in note for note in notes):
                 phases = tuple(tuple(note["memory"]) for note in notes)
-                future.measured.append(MemorySample(batch.sequences, phases))
+                future.measured.append(MemorySample(batch.all_lengths, phases))
+            for name in _only_read(batch):
+                self._states[name].under_way -= 1
             for name, found in losses.items():
                 self._states[name].under_way -= 1
                 results[name] = results[name].plus(found) if name in results else found
@@ -209,6 +217,8 @@ class Batcher:
             self._admission.left(id(future))
         for name in (name for batch, _ in parts for name in batch.names):
             self._states[name].failed()
+        for name in (name for batch, _ in parts for name in _only_read(batch)):
+            self._states[name].under_way -= 1
 
     def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
         """Returns losses without gradients or dropout.
@@ -241,7 +251,7 @@ class Batcher:
         under_way: deque[_Parts] = deque()
         try:
             for batch in batches:
-                packed = [self._pack(piece, None) for piece in self._pieces(batch)]
+                packed = [self._pack(piece, None) for piece in self._pieces(self._joined(batch))]
                 under_way.append([(part, self._enter(part, train=False)) for part in packed])
                 self._count_evaluation(under_way[-1], 1)
                 if len(under_way) == 2 * self.stages * self.replicas:
@@ -269,7 +279,7 @@ class Batcher:
             self._count_evaluation(under_way.popleft(), -1)
 
     def _count_evaluation(self, parts: _Parts, more: int) -> None:
-        for name in (name for batch, _ in parts for name in batch.names if name != BASE):
+        for name in (name for batch, _ in parts for name in batch.all_owners):
             self._states[name].under_way += more
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
@@ -306,6 +316,26 @@ class Batcher:
             found.setdefault(replica, {})[name] = rows
         return [piece for part in found.values() for piece in self._cut(part, 1)]
 
+    def _joined(self, batches: Batch) -> dict[Any, Sequence[Any]]:
+        """Returns what the adapters' samples become for their objectives; ValueError for the wrong kind."""
+        found: dict[Any, Sequence[Any]] = {}
+        for name, samples in batches.items():
+            objective = _CROSS_ENTROPY if name in (None, BASE) else self._states.of(name).objective
+            found[name] = joined(name or BASE, samples, objective)
+            self._check_reference(name, objective)
+        return found
+
+    def _check_reference(self, name: str, objective: Objective) -> None:
+        """Raises ValueError if the adapter that an objective compares with is not beside this one."""
+        if objective.reference in (None, BASE):
+            return
+        known = self._states.get(str(objective.reference))
+        if known is None or known.replica != self._states[name].replica:
+            raise ValueError(
+                f"adapter {name!r}: objective.reference: no adapter {objective.reference!r} on this engine"
+                f"{'' if known is None else ' and in its replica'}; create it first"
+            )
+
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
         packed = pack(batches, row0=row0, vocab_size=self._vocab_size, device=self.device)
         for name, samples in batches.items():
@@ -338,9 +368,13 @@ class Batcher:
         common: dict[str, Any] = {
             "rows": batch.description(),
             "steps": [self._states[name].steps for name in adapters],
-            "updates": self._states.updates(adapters),
+            "updates": self._states.updates(batch.all_owners),
             "ends": list(ends),
         }
+        inputs = {"input_ids": batch.input_ids}
+        if batch.silent is not None:
+            common["silent_rows"] = batch.silent.description()
+            inputs["silent_ids"] = batch.silent.input_ids
         if measure is not None:
             common["measure"] = measure
         if planned:
@@ -353,17 +387,25 @@ class Batcher:
             "counts": [batch.tokens[name] for name in batch.names],
             "scales": [1.0 if n == BASE else self._states[n].scaler.scale for n in batch.names],
         }
-        objectives = [CROSS_ENTROPY if n == BASE else self._states[n].objective_name for n in batch.names]
-        if batch.targets is not None and not set(objectives) <= {CROSS_ENTROPY}:
-            targets |= {"objectives": objectives, "lengths": batch.trained_lengths()}
+        specs = [CROSS_ENTROPY if n == BASE else self._states[n].objective_spec for n in batch.names]
+        if batch.targets is not None and any(spec != CROSS_ENTROPY for spec in specs):
+            targets |= {"objectives": specs, "lengths": batch.trained_lengths(), "facts": batch.facts}
+        if batch.silent is not None:
+            silent = batch.silent
+            targets["silent"] = {
+                "rows": silent.rows,
+                "targets": silent.targets,
+                "lengths": [length for own in silent.trained_lengths() for length in own],
+                "reads": batch.reads,
+            }
         return self._pipeline.start(
-            {"input_ids": batch.input_ids},
+            inputs,
             targets,
             common=common,
             train=train,
             position=position,
             stream=stream,
-            rows=sum(batch.lengths),
+            rows=sum(batch.all_lengths),
             replica=self._states[adapters[0]].replica if adapters else replica,
         )
 
@@ -380,5 +422,12 @@ class Batcher:
         found = {}
         for name, loss, own in zip(batch.names, report["losses"].tolist(), metrics, strict=True):
             units = batch.units.get(name, batch.tokens[name])
-            found[name] = BatchResult(loss, batch.tokens[name], units, own)
+            totals = {key: total for key, (total, _) in own.items()}
+            counts = {key: count for key, (_, count) in own.items() if count is not None}
+            found[name] = BatchResult(loss, batch.tokens[name], units, totals, counts)
         return result.notes, found
+
+
+def _only_read(batch: PackedBatch) -> list[str]:
+    """Returns the adapters whose rows are run without gradient only."""
+    return [name for name in batch.all_owners if name not in batch.names]

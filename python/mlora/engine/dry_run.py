@@ -18,13 +18,16 @@ from torch._subclasses import FakeTensorMode
 from transformers import PreTrainedModel
 
 import mlora_ext
+from mlora.data.packing import BASE
 from mlora.engine.stage_group import Source, StageOptions, count_blocks, spans_of
 from mlora.engine.stage_worker import StageWorker, put_adapter
+from mlora.memory.memory_model import SilentRows
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.model.quantization import prepare_skeleton, quantizer_of
 from mlora.model.quantized_shapes import ShapedWeight, put_shapes, shapes_of_model, shapes_of_skeleton
+from mlora.objectives.custom import CustomLoss
 from mlora.objectives.token_losses import chunk_rows
 from mlora.offload.base_bytes import BaseBytes, slot_bytes
 from mlora.optim.optim_config import OptimConfig
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _OPTIM = OptimConfig(learning_rate=1.0, total_steps=1)
+_LOSS = "dry"  # the objective of micro-batches with rows that have no gradient
 _NAME = "dry"  # a placeholder; error messages leave it out
 
 
@@ -207,11 +211,14 @@ class DryStage:
             part = StageWorker(base, self._options.device)
             for name in loras:
                 part.own(name, _OPTIM)
+            part.objective(_LOSS, CustomLoss(lambda rows: -rows.sums()))
             stage = Stage(part, index, stages, part.losses, part)
             for count in counts:
                 base.cut = self._cut(model, count)
                 try:
-                    passes = [_pass(stage, self._message(shape), self._hidden(shape)) for shape in shapes]
+                    passes = [
+                        _pass(stage, self._message(shape), self._hidden(_live(shape))) for shape in shapes
+                    ]
                 except RuntimeError as error:
                     name, reason = type(model).__name__, str(error).partition("\n")[0]
                     raise ValueError(f"base_model: {name} cannot be run dry: {reason}") from error
@@ -238,24 +245,42 @@ class DryStage:
         rows, width = sum(map(sum, shape.values())), self._model.config.get_text_config().hidden_size
         return torch.empty(rows, width, dtype=self._options.dtype, device=self._options.device)
 
-    def _message(self, shape: Mapping[str, Sequence[int]]) -> Message:
-        """Returns a micro-batch that trains all rows but each sequence's last."""
+    def _ids(self, shape: Mapping[str, Sequence[int]]) -> Tensor:
+        """`[1, T]`."""
         total = sum(map(sum, shape.values()))
-        rows = {
-            "names": tuple(shape),
-            "lengths": tuple(map(sum, shape.values())),
-            "row0": (0,) * len(shape),
-            "sequences": tuple(length for lengths in shape.values() for length in lengths),
-        }
-        common = {"rows": rows, "steps": [0] * len(shape), "updates": {}, "ends": [], "measure": 0}
-        counts = [sum(lengths) - len(lengths) for lengths in shape.values()]
-        trained = torch.zeros(sum(counts), dtype=torch.int32)
-        targets = {"rows": trained, "targets": trained, "counts": counts, "scales": [1.0] * len(shape)}
+        return torch.zeros(1, total, dtype=torch.int64, device=self._options.device)
+
+    def _message(self, shape: Mapping[str, Sequence[int]]) -> Message:
+        """Returns a micro-batch that trains all rows but each sequence's last.
+
+        Sequences of `SilentRows` are the base model's, and a loss reads them.
+        """
+        live, silent = _live(shape), [n for own in shape.values() for n in own if isinstance(n, SilentRows)]
+        counts = [sum(lengths) - len(lengths) for lengths in live.values()]
+        targets = {**_trained(counts), "counts": counts, "scales": [1.0] * len(live)}
+        steps = [0] * len(live)
+        common = {"rows": _rows(live), "steps": steps, "updates": {}, "ends": [], "measure": 0}
+        inputs, hidden = {"input_ids": self._ids(live)}, [self._hidden(live)]
+        if silent:
+            quiet = {BASE: list(map(int, silent))}
+            common["silent_rows"] = _rows(quiet)
+            inputs["silent_ids"] = self._ids(quiet)
+            hidden.append(self._hidden(quiet))
+            lengths = [length - 1 for length in silent]
+            targets |= {
+                "objectives": [_LOSS] * len(live),
+                "lengths": [[length - 1 for length in own] for own in live.values()],
+                "facts": [()] * len(live),
+                "silent": {
+                    **_trained(lengths),
+                    "lengths": lengths,
+                    "reads": [list(range(len(silent)))] * len(live),
+                },
+            }
         content = {"number": 0, "train": True, "position": ALONE, "common": common, "targets": targets}
         if self._span is not None and not self._span.is_first:
-            return Message(MessageType.FORWARD, {**content, "activations": [self._hidden(shape)]})
-        ids = torch.zeros(1, total, dtype=torch.int64, device=self._options.device)
-        return Message(MessageType.FORWARD, {**content, "inputs": {"input_ids": ids}})
+            return Message(MessageType.FORWARD, {**content, "activations": hidden})
+        return Message(MessageType.FORWARD, {**content, "inputs": inputs})
 
 
 def _without_weights(
@@ -286,13 +311,35 @@ def _held(cut: Cut, module: str) -> bool:
     return all(cut.holds(f"{name}.weight") for name in cut.outer if f"{module}.".startswith(f"{name}."))
 
 
+def _live(shape: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """Returns the lengths of the sequences with gradient."""
+    return {name: [n for n in own if not isinstance(n, SilentRows)] for name, own in shape.items()}
+
+
+def _rows(shape: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Returns the arguments of `PackedRows.of` for sequences of these lengths."""
+    return {
+        "names": tuple(shape),
+        "lengths": tuple(map(sum, shape.values())),
+        "row0": (0,) * len(shape),
+        "sequences": tuple(length for lengths in shape.values() for length in lengths),
+    }
+
+
+def _trained(counts: Sequence[int]) -> dict[str, Tensor]:
+    """Returns places and tokens of so many trained rows."""
+    trained = torch.zeros(sum(counts), dtype=torch.int32)
+    return {"rows": trained, "targets": trained}
+
+
 def _pass(stage: Stage, message: Message, gradient: Tensor) -> tuple[int, ...]:
     """Runs a micro-batch forward and backward from `gradient`; returns the bytes of its phases."""
     if stage.is_last:
         done = stage.unit(message)
     else:
         stage.forward(message)
-        back = {"number": 0, "position": ALONE, "gradients": [gradient], "notes": [], "report": None}
+        gradients = [gradient, None] if "silent_rows" in message.content["common"] else [gradient]
+        back = {"number": 0, "position": ALONE, "gradients": gradients, "notes": [], "report": None}
         done = stage.backward(Message(MessageType.BACKWARD, back))
     found: tuple[int, ...] = done.content["notes"][0]["memory"]
     return found

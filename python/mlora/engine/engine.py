@@ -31,7 +31,8 @@ from mlora.engine.stage_worker import plain_lora, put_adapter
 from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton
-from mlora.objectives.registry import CROSS_ENTROPY, objective_of
+from mlora.objectives.objective import Objective
+from mlora.objectives.registry import CROSS_ENTROPY, ObjectiveError, objective_of, resolved
 from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import IN_MEMORY, OffloadOptions
@@ -155,6 +156,7 @@ class Engine(Batcher):
         group = stage_group or stage_group_of_threads(base_model, stages, options, schedule, **more)
         super().__init__(group, torch.device(device), micro_batches)
         self._part, self._spread, self.blocks = group.first, group.spread, list(group.blocks)
+        self._last = group.last
         self._base = self._part.base
         self.model = self._base.model
         self.alone = self.stages * self.replicas == 1
@@ -321,7 +323,7 @@ class Engine(Batcher):
         lora: LoraConfig | None,
         optim: OptimConfig,
         *,
-        objective: str = CROSS_ENTROPY,
+        objective: Any = CROSS_ENTROPY,
         init_from: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         replica: int = 0,
@@ -333,7 +335,9 @@ class Engine(Batcher):
             name: of the adapter.
             lora: PEFT's config; None = that of `init_from`.
             optim: its optimizer and schedule.
-            objective: what it is trained for; a name of `mlora.objectives.registry`.
+            objective: what it is trained for: a name of `mlora.objectives.registry`, a mapping with the key
+                `name` and options, an `Objective`, or a function that `CustomLoss` takes. Objectives on
+                preferences take `mlora.data.preference` samples.
             init_from: a PEFT folder with initial weights; default: PEFT's random initialisation.
             seed: of initial weights and dropout, together with the name; default: the engine's.
             replica: the index of the pipeline that trains it.
@@ -382,7 +386,7 @@ class Engine(Batcher):
         lora: LoraConfig | None,
         optim: OptimConfig,
         *,
-        objective: str,
+        objective: Any,
         seed: int,
         replica: int,
         init_from: str | os.PathLike[str] | None = None,
@@ -390,12 +394,12 @@ class Engine(Batcher):
         """Does `create_adapter` without initial values that depend on data."""
         rule = StepRule(optim)
         optimizer_kind(optim.optim).check(optim.optim, self.device)
-        objective_of(objective)
+        made, spec = self._objective(name, objective)
         folder = None if init_from is None else os.fspath(init_from)
         with ExitStack() as unless_created:
             if self._admission is not None and self.memory is not None:
                 known = lora or read_config(Path(os.fspath(init_from or "")))
-                self.memory.adapters.know(name, known, optim, FORESEEN)
+                self.memory.adapters.know(name, known, optim, FORESEEN, silent=made.reference is not None)
                 unless_created.callback(self.memory.adapters.forget, name)
                 self._admission.check_states(name)
             put_adapter(self.registry, name, lora, folder, seed)
@@ -403,7 +407,7 @@ class Engine(Batcher):
             if self.registry is self.model:
                 self._part.own(name, optim)
             unless_created.pop_all()
-        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), objective)
+        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), made, spec)
         self.memory_after = []
         if not self.alone:
             arguments = {
@@ -413,6 +417,20 @@ class Engine(Batcher):
                 "weights": None if folder is None else adapter_weights(folder),
             }
             self._control("create", name, arguments, first_done=self.registry is self.model)
+
+    def _objective(self, name: str, objective: Any) -> tuple[Objective, Any]:
+        """Returns an objective, and what the last stage makes it of; raises ObjectiveError if it is wrong."""
+        made = objective_of(objective)
+        if isinstance(objective, str | Mapping):
+            return made, resolved(objective)
+        if self._last is None:
+            raise ObjectiveError(
+                "stages in other processes can make an objective from its name only; register it there, or "
+                "name a function as module:function"
+            )
+        spec = f"given for {name}"
+        self._last.objective(spec, made)
+        return made, spec
 
     def remove_adapter(self, name: str) -> None:
         """Forgets an adapter, its gradients and its optimizer.

@@ -14,7 +14,7 @@ from mlora.data.packing import PackedBatch
 from mlora.data.record import Sample
 from mlora.engine.adapter_state import AdapterState
 from mlora.engine.engine import Engine
-from mlora.objectives.registry import CROSS_ENTROPY, objective_of
+from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.step_rule import LossScaler, StepRule
 
@@ -42,7 +42,7 @@ class FullEngine(Engine):
         lora: LoraConfig | None,
         optim: OptimConfig,
         *,
-        objective: str = CROSS_ENTROPY,
+        objective: Any = CROSS_ENTROPY,
         init_from: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         replica: int = 0,
@@ -56,10 +56,15 @@ class FullEngine(Engine):
             raise ValueError(f"method: full trains one task at a time, and {next(iter(self._states))} is one")
         if lora is not None or init_from is not None or start_batches is not None:
             raise ValueError("method: full has no adapters; expected neither lora nor init_from nor batches")
-        objective_of(objective)
+        made, spec = self._objective(name, objective)
+        if made.reference is not None:
+            raise ValueError(
+                f"objective: compares with {made.reference}, but method: full trains the base model itself; "
+                "use an objective without a reference, such as cpo, simpo or orpo"
+            )
         self._part.own(name, optim)
         self._states[name] = AdapterState(
-            replica, StepRule(optim), LossScaler.for_dtype(self.dtype), objective
+            replica, StepRule(optim), LossScaler.for_dtype(self.dtype), made, spec
         )
         self.memory_after = []
 

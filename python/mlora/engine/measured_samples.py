@@ -13,11 +13,14 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import is_out_of_memory
-from mlora.data.dataset import Sample
+from mlora.data.packing import BASE
+from mlora.data.preference import JointSample
+from mlora.data.record import Sample
 from mlora.engine.adapter_memory import LEAST, seed_shapes, spread
 from mlora.engine.memory_limit import RESERVED
 from mlora.errors import MemoryLimitError
 from mlora.memory.estimate import MemorySample
+from mlora.memory.memory_model import SilentRows
 from mlora.optim.optim_config import OptimConfig
 from mlora_ext.nn import MultiLoRALinear
 
@@ -47,18 +50,20 @@ class MeasuredSamples:
         self._vocabulary = int(engine.registry.config.get_text_config().vocab_size)
 
     def __call__(
-        self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int
+        self, loras: Mapping[str, LoraConfig], states: Sequence[int], longest: int, silent: bool = False
     ) -> Sequence[MemorySample]:
         """Measures micro-batches shaped as `seed_shapes` says; returns those of the two largest safe sizes.
 
         At best the larger ones have sequences of `longest` rows. Returns none while batches are under way, or
         if memory is too short even for the smallest. `states` are the bytes of the adapters' weights and
-        gradients at each stage.
+        gradients at each stage. `silent`: some sequences are run without gradient.
         """
         if not self._engine.idle or min(self._free(states)) <= 0:
             return []
         try:
-            return self._on_engine(loras.values(), lambda names: self._climb(names, max(longest, LEAST)))
+            return self._on_engine(
+                loras.values(), lambda names: self._climb(names, max(longest, LEAST), silent)
+            )
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -100,7 +105,7 @@ class MeasuredSamples:
         used = self._engine.used_memory()
         return [self._limit - RESERVED - now - more for now, more in zip(used, states, strict=True)]
 
-    def _climb(self, names: Sequence[str], longest: int) -> list[MemorySample]:
+    def _climb(self, names: Sequence[str], longest: int, silent: bool) -> list[MemorySample]:
         """Measures shapes of growing size while they are safe; returns those of the last two sizes."""
         smallest = min(_SMALLEST, longest)
         self._measure(names, seed_shapes(smallest)[0])  # makes the gradients and all else that is kept
@@ -109,27 +114,32 @@ class MeasuredSamples:
         sizes = [smallest]
         while sizes:
             size = sizes[0]
-            for shape in seed_shapes(size):
+            for shape in seed_shapes(size, silent=silent):
                 if found and not _safe(shape, found, budget):
                     return found
                 found.append(self._measure(names, shape))
             sizes = [
                 larger
                 for larger in _halved(longest, size)
-                if all(_safe(shape, found, budget) for shape in seed_shapes(larger))
+                if all(_safe(shape, found, budget) for shape in seed_shapes(larger, silent=silent))
             ]
-        return found[-2 * len(seed_shapes(longest)) :]
+        return found[-2 * len(seed_shapes(longest, silent=silent)) :]
 
     def _measure(self, names: Sequence[str], shape: Sequence[int]) -> MemorySample:
         """Runs a micro-batch forward and backward; trains all tokens but each sequence's first."""
-        batch: dict[str, list[Sample]] = {}
+        batch: dict[str, list[Any]] = {}
         for name, lengths in spread(names, shape).items():
-            ids = [tuple(place % self._vocabulary for place in range(length)) for length in lengths]
-            batch[name] = [Sample(each, each) for each in ids]
+            live = tuple(self._sample(n) for n in lengths if not isinstance(n, SilentRows))
+            silent = tuple((BASE, self._sample(n)) for n in lengths if isinstance(n, SilentRows))
+            batch[name] = [JointSample(live, silent, ())] if silent else list(live)
         future = self._engine.start(batch, measure=True, whole=True)
         self._engine.finish(future)
         (measured,) = future.measured
         return measured
+
+    def _sample(self, length: int) -> Sample:
+        ids = tuple(place % self._vocabulary for place in range(length))
+        return Sample(ids, ids)
 
 
 def _halved(longest: int, size: int) -> list[int]:
@@ -154,6 +164,10 @@ def _growth(before: Sequence[int], after: Sequence[int]) -> float:
     """Returns the most by which memory can grow between two micro-batches, as a factor, by `MemoryModel`."""
     if min(before) == max(before) and min(after) < max(after):
         return float("inf")  # nothing is known of unequal lengths
+    if any(isinstance(length, SilentRows) for length in (*before, *after)):
+        live = [[n for n in shape if not isinstance(n, SilentRows)] for shape in (before, after)]
+        quiet = [max(1, sum(shape) - sum(own)) for shape, own in zip((before, after), live, strict=True)]
+        return max(quiet[1] / quiet[0], _growth(*live))
     terms = [
         (
             sum(lengths),

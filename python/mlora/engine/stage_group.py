@@ -54,6 +54,7 @@ class StageGroup:
     Attributes:
         driver: feeds the first stage.
         first: the first stage, in this process.
+        last: the last stage, if it is in this process.
         blocks: number of decoder blocks of each stage; may be 0 for a single stage.
         replicas: number of pipelines; each has all stages.
         spread: whether each stage is a process of its own.
@@ -64,6 +65,7 @@ class StageGroup:
     blocks: Sequence[int]
     replicas: int = 1
     spread: bool = False
+    last: StageWorker | None = None
 
 
 def stage_group_of_threads(
@@ -87,7 +89,8 @@ def stage_group_of_threads(
         for stage, span in enumerate(spans)
     ]
     driver = Pipeline(parts, schedule, parts[-1].losses, hooks=parts, in_flight=in_flight, trace=trace)
-    return StageGroup(driver, parts[0], [0 if span is None else span.last - span.first for span in spans])
+    blocks = [0 if span is None else span.last - span.first for span in spans]
+    return StageGroup(driver, parts[0], blocks, last=parts[-1])
 
 
 def _on_its_device(options: StageOptions, stage: int) -> StageOptions:

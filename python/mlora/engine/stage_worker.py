@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mlora_ext
 from mlora.cluster.device import is_out_of_memory
-from mlora.data.packing import PackedRows
+from mlora.data.packing import BASE, PackedRows
 from mlora.errors import first_line
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
+from mlora.objectives.objective import Objective
 from mlora.objectives.registry import objective_of
-from mlora.objectives.token_losses import Head, Owners, chunked_losses, plain_losses
+from mlora.objectives.token_losses import (
+    Head,
+    Owners,
+    TokenLosses,
+    chunked_losses,
+    log_probabilities,
+    plain_losses,
+)
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.offload.planner.workload import Update as UpdateKind
 from mlora.optim.optim_config import OptimConfig
@@ -48,6 +58,7 @@ class StageWorker(Hooks, nn.Module):
         super().__init__()
         self.base, self.device, self.offload = base, device, offload
         self.body = base.body
+        self._objectives: dict[str, Objective] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._in_flight: dict[str, int] = {}
         self._statistics: dict[str, Statistics] = {}
@@ -263,40 +274,64 @@ class StageWorker(Hooks, nn.Module):
     def forward(
         self,
         received: Tensor | None = None,
+        silent: Tensor | None = None,
         *,
         input_ids: Tensor | None = None,
+        silent_ids: Tensor | None = None,
         rows: Mapping[str, Sequence[Any]],
+        silent_rows: Mapping[str, Sequence[Any]] | None = None,
         steps: Sequence[int],
         updates: Mapping[str, Mapping[str, Any]],
         ends: Sequence[str],
         measure: int | None = None,
         start: Mapping[str, Any] | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Makes the updates decided since the last forward, and runs a micro-batch.
+
+        Rows without gradient, such as references, are run first: without autograd and without dropout. So
+        nothing of them is kept, and backward never meets them.
 
         Args:
             received: `[T, D]` of the previous stage; None on the first.
+            silent: `[S, D]` of the previous stage, of the rows without gradient; None if there are none.
             input_ids: `[1, T]` on the first stage.
+            silent_ids: `[1, S]` on the first stage.
             rows: arguments of `PackedRows.of`.
+            silent_rows: the same for the rows without gradient.
             steps: dropout step of each adapter of the batch.
             ends: adapters whose accumulation is complete after this micro-batch.
             measure: a number, if its memory is measured. It counts from here: without updates, and without
-                gradients, which all exist from here on. `received` counts.
+                gradients, which all exist from here on. What was received counts.
             start: whose initialisation looks at the rows (`name`), at which ones (`rows`, None = all), and
                 the weight of their gradients (`share`).
 
         Returns:
-            `[T, D]`, or the logits `[T, V]` if an adapter targets the head.
+            `[T, D]`, or the logits `[T, V]` if an adapter targets the head; and the same of the silent rows,
+            if there are any.
         """
-        base, names = self.base, rows["names"]
+        names = rows["names"]
         self._update(updates)
         if measure is not None:
-            self._measured[measure].restart(() if received is None else (received,))
+            self._measured[measure].restart([each for each in (received, silent) if each is not None])
         if torch.is_grad_enabled():
             self._latest = names
             for name in names:
                 self._in_flight[name] = self._in_flight.get(name, 0) + 1
-        packed = PackedRows.of(**rows, device=self.device)
+        if silent_rows is None:
+            return self._run(input_ids, received, rows, steps, start)
+        quiet = self._run_silent(silent_ids, silent, silent_rows)
+        return self._run(input_ids, received, rows, steps, start), quiet
+
+    def _run(
+        self,
+        input_ids: Tensor | None,
+        received: Tensor | None,
+        rows: Mapping[str, Sequence[Any]],
+        steps: Sequence[int] | None,
+        start: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Runs packed rows through this stage."""
+        base, packed = self.base, PackedRows.of(**rows, device=self.device)
         with mlora_ext.route(base.model, packed.layout, packed.adapters, steps=steps):
             if start is not None:
                 self._observe(**start)
@@ -304,6 +339,18 @@ class StageWorker(Hooks, nn.Module):
             if not base.is_last or self._frozen_head() is not None:
                 return hidden
             return base.logits(hidden)
+
+    def _run_silent(
+        self, input_ids: Tensor | None, received: Tensor | None, rows: Mapping[str, Sequence[Any]]
+    ) -> Tensor:
+        """Runs packed rows without gradient and without dropout."""
+        model, adapters = self.base.model, [name for name in rows["names"] if name != BASE]
+        drops = model.training and bool(adapters)  # rows of the base model alone have no dropout
+        with torch.no_grad(), ExitStack() as stack:
+            if drops:
+                model.eval()
+                stack.callback(model.train)
+            return self._run(input_ids, received, rows, [0] * len(adapters))
 
     def _observe(self, name: str, rows: Sequence[bool] | None, share: float) -> None:
         """Shows the active route to an adapter's initialisation."""
@@ -320,37 +367,73 @@ class StageWorker(Hooks, nn.Module):
         """Returns the logits of rows of the last stage's output."""
         return output if self._frozen_head() is None else self.base.logits(output)
 
-    def losses(self, output: Tensor, targets: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    def losses(
+        self, output: Tensor | tuple[Tensor, Tensor], targets: Mapping[str, Any]
+    ) -> tuple[Tensor, Any]:
         """Computes the pipeline's loss.
 
         Args:
-            output: the last stage's, `[T, D]`; the logits `[T, V]` if an adapter targets the head.
+            output: the last stage's, `[T, D]`; the logits `[T, V]` if an adapter targets the head. Beside it
+                that of rows without gradient, if there are any.
             targets: `rows` and `targets` `[M]` int32; trained rows (`counts`) and factor (`scales`) of each
-                owner; `objectives` and `lengths` if there are others than cross-entropy. `targets` of None
-                asks for the most likely next token of each row.
+                owner; `objectives`, `lengths` and `facts` if there are others than cross-entropy; `silent`
+                of rows without gradient. `targets` of None asks for the most likely next token of each row.
 
         Returns:
             The scaled total to differentiate, and `losses` `[N]` fp64 and `metrics` of each owner; or zero
             and tokens `[M]`.
         """
         self._next_phase()
-        head = self._frozen_head()
+        output, quiet = output if isinstance(output, tuple) else (output, None)
         rows, tokens = targets["rows"].to(output.device, torch.int64), targets["targets"]
         found: Any
         if tokens is None:
             logits = self._logits(output.index_select(0, rows))
             total, found = logits.new_zeros(()), logits.argmax(-1)
         else:
-            names, tokens = targets.get("objectives"), tokens.to(output.device, torch.int64)
-            objectives = None if names is None else [objective_of(name) for name in names]
-            owners = Owners(targets["counts"], targets["scales"], objectives, targets.get("lengths", ()))
-            if head is not None:
-                losses = chunked_losses(output, head, rows, tokens, owners)
-            else:
-                losses = plain_losses(self._logits(output.index_select(0, rows)), tokens, owners)
+            tokens = tokens.to(output.device, torch.int64)
+            losses = self._token_losses(output, rows, tokens, self._owners(targets, quiet))
             total, found = losses.total, {"losses": losses.sums, "metrics": list(losses.metrics)}
         self._next_phase()
         return total, found
+
+    def _token_losses(self, output: Tensor, rows: Tensor, tokens: Tensor, owners: Owners) -> TokenLosses:
+        head = self._frozen_head()
+        if head is not None:
+            return chunked_losses(output, head, rows, tokens, owners)
+        return plain_losses(self._logits(output.index_select(0, rows)), tokens, owners)
+
+    def _owners(self, targets: Mapping[str, Any], quiet: Tensor | None) -> Owners:
+        """Returns the owners of trained rows, with what their objectives read."""
+        specs, silent = targets.get("objectives"), targets.get("silent")
+        if specs is None:
+            return Owners(targets["counts"], targets["scales"])
+        more: dict[str, Any] = {}
+        if quiet is not None and silent is not None:
+            more = {"reads": silent["reads"], "silent": self._silent_log_p(quiet, silent)}
+        objectives = [self.objective(spec) for spec in specs]
+        return Owners(
+            targets["counts"], targets["scales"], objectives, targets["lengths"], targets["facts"], **more
+        )
+
+    def objective(self, spec: Any, made: Objective | None = None) -> Objective:
+        """Returns the objective of a spec; the first one is kept: what it is made of, or `made`."""
+        key = json.dumps(spec, sort_keys=True)
+        if key not in self._objectives or made is not None:
+            self._objectives[key] = made or objective_of(spec)
+        return self._objectives[key]
+
+    def _silent_log_p(self, output: Tensor, silent: Mapping[str, Any]) -> Sequence[Tensor]:
+        """Returns the log-probabilities of each silent sequence's tokens."""
+        rows, tokens = (silent[key].to(output.device, torch.int64) for key in ("rows", "targets"))
+        head = self._frozen_head()
+        if head is not None:
+            log_p = log_probabilities(output, head, rows, tokens)
+        else:
+            with torch.no_grad():
+                logits = self._logits(output.index_select(0, rows))
+                log_p = -F.cross_entropy(logits.float(), tokens, reduction="none")
+        return log_p.split(silent["lengths"])
 
 
 def put_adapter(

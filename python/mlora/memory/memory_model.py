@@ -19,6 +19,10 @@ ten measurements, a seed that is off by 2% moves the fit by less than 0.01%."""
 _ROWS = 1024.0  # unit of lengths; it makes all features about equally large
 
 
+class SilentRows(int):
+    """Rows of a sequence that is run without gradient, such as a reference: nothing of it is kept."""
+
+
 class BatchShape(NamedTuple):
     """The size of micro-batches, in rows.
 
@@ -29,6 +33,7 @@ class BatchShape(NamedTuple):
         even: rows if all sequences are equally long, else 0.
         uneven: rows if they are not, else 0.
         trained: rows with a token after them, which the loss takes.
+        silent: rows of the sequences that are run without gradient; the others leave them out.
     """
 
     rows: int = 0
@@ -37,16 +42,19 @@ class BatchShape(NamedTuple):
     even: int = 0
     uneven: int = 0
     trained: int = 0
+    silent: int = 0
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> BatchShape:
-        """Returns the shape of one micro-batch with sequences of these lengths."""
+        """Returns the shape of one micro-batch with sequences of these lengths, some perhaps `SilentRows`."""
+        silent = sum([int(length) for length in lengths if isinstance(length, SilentRows)])
+        lengths = [length for length in lengths if not isinstance(length, SilentRows)]
         if not len(lengths) or not (shortest := min(lengths)) >= 1:
             raise ValueError(f"lengths: expected at least one, each of at least 1, got {list(lengths)}")
         rows, longest = sum(lengths), max(lengths)
         even = rows if shortest == longest else 0
         squares = sum([length * length for length in lengths])
-        return cls(rows, squares, longest, even, rows - even, rows - len(lengths))
+        return cls(rows, squares, longest, even, rows - even, rows - len(lengths), silent)
 
     def with_(self, other: BatchShape) -> BatchShape:
         """Returns the larger of both in each respect."""
@@ -72,6 +80,8 @@ class MemoryModel:
         pieces: fits a part `λ·ΣLᵢ`, `λ ≥ 0`, of batches with sequences of different lengths: attention is
             then called piece by piece, and its results are joined in other memory.
         mask: fits a part `μ·max Lᵢ²`, `μ ≥ 0`: a mask that all sequences and layers share.
+        silent: fits a part `σ·ΣSᵢ`, `σ ≥ 0`, of the rows that are run without gradient (`SilentRows`);
+            without it they count as nothing.
 
     Attributes:
         count: measurements taken in.
@@ -88,12 +98,14 @@ class MemoryModel:
         >>> model.predict([1024])
     """
 
-    def __init__(self, knee: int | None = None, pieces: bool = False, mask: bool = False) -> None:
+    def __init__(
+        self, knee: int | None = None, pieces: bool = False, mask: bool = False, silent: bool = False
+    ) -> None:
         if knee is not None and knee < 1:
             raise ValueError(f"knee: expected at least 1 row, got {knee}")
-        self.knee, self.pieces, self.mask = knee, pieces, mask
+        self.knee, self.pieces, self.mask, self.silent = knee, pieces, mask, silent
         self.error = 0.0
-        size = 4 + (knee is not None) + pieces + mask
+        size = 4 + (knee is not None) + pieces + mask + silent
         # sums of rrᵀ, where r holds the features over the bytes, and 1
         self._sums, self._seeds = np.zeros((size, size)), np.zeros((size, size))
         self._cache: dict[str, np.ndarray[Any, Any]] = {}
@@ -217,6 +229,7 @@ class MemoryModel:
             "knee": self.knee,
             "pieces": self.pieces,
             "mask": self.mask,
+            "silent": self.silent,
             "error": self.error,
             "sums": self._sums.tolist(),
             "seeds": self._seeds.tolist(),
@@ -229,7 +242,7 @@ class MemoryModel:
         Args:
             state: what `state` returned.
         """
-        model = cls(state["knee"], state["pieces"], state["mask"])
+        model = cls(state["knee"], state["pieces"], state["mask"], state.get("silent", False))
         model.error = state["error"]
         model._sums, model._seeds = np.array(state["sums"]), np.array(state["seeds"])
         return model
@@ -248,6 +261,8 @@ class MemoryModel:
             found.append(shape.uneven / _ROWS)
         if self.mask:
             found.append(shape.longest**2 / _ROWS**2)
+        if self.silent:
+            found.append(shape.silent / _ROWS)
         return np.array(found)
 
     def _fit(self) -> np.ndarray[Any, Any]:

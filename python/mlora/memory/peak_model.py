@@ -19,9 +19,9 @@ _FADES = 0.9  # what each further measurement multiplies the worst error by
 class PeakModel:
     """Predicts a micro-batch's peak on a stage and bounds it by a margin.
 
-    The peak is the largest of the phases, each with its own `MemoryModel` (with pieces and a mask). The peak
-    itself is no such sum: a short micro-batch peaks in the loss, whose workspace is bounded, and a long one
-    in backward.
+    The peak is the largest of the phases, each with its own `MemoryModel` (with pieces, a mask and silent
+    rows). The peak itself is no such sum: a short micro-batch peaks in the loss, whose workspace is bounded,
+    and a long one in backward.
 
     Args:
         knees: of each phase's model; None = that phase has no knee.
@@ -33,7 +33,7 @@ class PeakModel:
     """
 
     def __init__(self, knees: Sequence[int | None] = (None,)) -> None:
-        self.models = [MemoryModel(knee, pieces=True, mask=True) for knee in knees]
+        self.models = [MemoryModel(knee, pieces=True, mask=True, silent=True) for knee in knees]
         self.worst = SEEDED_MARGIN / _WORST_TIMES
         self.seeds = self.measured = NOTHING
 

@@ -1,33 +1,81 @@
 """Objectives by their names in a config. Imports no torch, so that a config can be read without it.
 
-To add an objective, subclass `mlora.objectives.objective.Objective` and register the class.
+To add an objective, subclass `mlora.objectives.objective.Objective` and register the class, or write a
+function and name it as ``module:function``.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from mlora.objectives.options import (
+    CpoOptions,
+    DpoOptions,
+    KtoOptions,
+    Options,
+    OrpoOptions,
+    SimpoOptions,
+)
 
 if TYPE_CHECKING:
     from mlora.objectives.objective import Objective
 
 CROSS_ENTROPY = "cross_entropy"
-_OBJECTIVES: dict[str, str | type[Objective]] = {CROSS_ENTROPY: "mlora.objectives.objective:CrossEntropy"}
+Takes = Literal["sequences", "pairs", "judged"]
+"""What samples an objective takes: single sequences, preference pairs, or completions judged good or bad."""
+
+Style = Literal["dpo", "cpo"]
+"""How preference data is tokenised: as TRL's ``DPOTrainer``, or as its ``CPOTrainer``."""
 
 
-def register_objective(name: str, kind: type[Objective]) -> None:
+class ObjectiveError(ValueError):
+    """An objective is unknown, or an option of it is wrong; `loc` is the option's path from the objective."""
+
+    def __init__(self, message: str, loc: tuple[str, ...] = ()) -> None:
+        super().__init__(f"{'.'.join(('objective', *loc))}: {message}")
+        self.loc, self.message = loc, message
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A class, or its path; its options; and, where only the path is known, what the class says of itself."""
+
+    kind: str | type[Objective]
+    options: type[BaseModel] = Options
+    takes: Takes = "sequences"
+
+
+_PLACE = "mlora.objectives"
+_OBJECTIVES: dict[str, _Entry] = {
+    CROSS_ENTROPY: _Entry(f"{_PLACE}.objective:CrossEntropy"),
+    "dpo": _Entry(f"{_PLACE}.dpo:Dpo", DpoOptions, "pairs"),
+    "cpo": _Entry(f"{_PLACE}.cpo:Cpo", CpoOptions, "pairs"),
+    "simpo": _Entry(f"{_PLACE}.cpo:Simpo", SimpoOptions, "pairs"),
+    "orpo": _Entry(f"{_PLACE}.orpo:Orpo", OrpoOptions, "pairs"),
+    "kto": _Entry(f"{_PLACE}.kto:Kto", KtoOptions, "judged"),
+}
+
+
+def register_objective(name: str, kind: type[Objective], options: type[BaseModel] | None = None) -> None:
     """Registers an objective under a name for the key `objective`.
 
     Args:
         name: a name that is not taken.
-        kind: the class; it is made without arguments.
+        kind: the class; it is made with its options as keyword arguments.
+        options: a pydantic model of its options; None = it has none.
 
     Raises:
         ValueError: another objective has this name.
     """
-    if _OBJECTIVES.get(name, kind) is not kind:
+    if _OBJECTIVES.get(name, _Entry(kind)).kind is not kind:
         raise ValueError(f"objective: the name {name!r} is taken; choose another one")
-    _OBJECTIVES[name] = kind
+    _OBJECTIVES[name] = _Entry(kind, options or Options, kind.takes)
 
 
 def objective_names() -> list[str]:
@@ -35,15 +83,117 @@ def objective_names() -> list[str]:
     return list(_OBJECTIVES)
 
 
-def objective_of(name: str) -> Objective:
-    """Makes the objective with this name.
+def resolved(spec: Any) -> str | dict[str, Any]:
+    """Returns an objective's name with all of its options; the name alone if it has none.
+
+    Args:
+        spec: a name, or a mapping with the key `name` and options.
 
     Raises:
-        ValueError: no objective has this name.
+        ObjectiveError: the objective or an option is unknown, or a value is wrong.
     """
+    name, options = _split(spec)
+    if ":" in name:
+        return {"name": name, **_of_function(name, options).options()}
+    model = _entry(name).options
+    for key in options:
+        if key not in model.model_fields:
+            raise ObjectiveError(
+                f"unknown option of {name}; {_nearest(key, list(model.model_fields))}", (key,)
+            )
+    try:
+        found = model.model_validate(options).model_dump()
+    except ValidationError as error:
+        fault = error.errors()[0]
+        message = str(fault["ctx"]["error"]) if fault["type"] == "value_error" else _text(fault)
+        raise ObjectiveError(message, tuple(map(str, fault["loc"]))) from error
+    return {"name": name, **found} if found else name
+
+
+def takes(spec: Any) -> Takes:
+    """Returns what samples an objective takes; `spec` is what `resolved` returned."""
+    name, options = _split(spec)
+    return options.get("takes", "sequences") if ":" in name else _entry(name).takes
+
+
+def name_of(spec: Any) -> str:
+    """Returns an objective's name."""
+    return _split(spec)[0]
+
+
+def reference_of(spec: Any) -> str | None:
+    """Returns whose log-probabilities an objective compares with; `spec` is what `resolved` returned."""
+    return _split(spec)[1].get("reference")
+
+
+def reads_mismatched(spec: Any) -> bool:
+    """Whether an objective reads prompts with completions of other samples of the batch."""
+    name, options = _split(spec)
+    return name == "kto" and options.get("loss_type") == "kto"
+
+
+def style_of(spec: Any) -> Style:
+    """Returns which of TRL's trainers tokenises an objective's preference data."""
+    return "cpo" if name_of(spec) in ("cpo", "simpo", "orpo") else "dpo"
+
+
+def objective_of(spec: Any) -> Objective:
+    """Makes an objective.
+
+    Args:
+        spec: a name, a mapping with the key `name` and options, an `Objective`, or a function for
+            `mlora.objectives.custom.CustomLoss`.
+
+    Raises:
+        ObjectiveError: as `resolved`.
+    """
+    if not isinstance(spec, str | Mapping):
+        from mlora.objectives.custom import CustomLoss
+        from mlora.objectives.objective import Objective
+
+        return spec if isinstance(spec, Objective) else CustomLoss(spec)
+    name, options = _split(resolved(spec))
+    if ":" in name:
+        return _of_function(name, options)
+    entry = _entry(name)
+    kind = resolve_name(entry.kind) if isinstance(entry.kind, str) else entry.kind
+    made: Objective = kind(**options)
+    return made
+
+
+def _split(spec: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(spec, str):
+        return spec, {}
+    if not isinstance(spec, Mapping) or not all(isinstance(key, str) for key in spec):
+        raise ObjectiveError(f"must be a name, or keys and values with the key name, got {spec!r}")
+    options = dict(spec)
+    if not isinstance(name := options.pop("name", None), str):
+        raise ObjectiveError(f"must be one of {', '.join(_OBJECTIVES)}, or module:function", ("name",))
+    return name, options
+
+
+def _entry(name: str) -> _Entry:
     if name not in _OBJECTIVES:
-        raise ValueError(f"objective: expected one of {', '.join(_OBJECTIVES)}, got {name!r}")
-    found = _OBJECTIVES[name]
-    if isinstance(found, str):
-        found = _OBJECTIVES[name] = resolve_name(found)
-    return found()
+        raise ObjectiveError(f"must be one of {', '.join(_OBJECTIVES)}, or module:function, got {name!r}")
+    return _OBJECTIVES[name]
+
+
+def _of_function(name: str, options: Mapping[str, Any]) -> Any:
+    from mlora.objectives.custom import CustomLoss  # imports torch, as the function's module will
+
+    try:
+        function: Callable[..., Any] = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ObjectiveError(f"{name}: cannot be imported: {error}", ("name",)) from error
+    return CustomLoss(function, **options)
+
+
+def _nearest(word: str, words: Sequence[str]) -> str:
+    found = difflib.get_close_matches(word, words, n=1)
+    return f"did you mean {found[0]!r}?" if found else f"its options: {', '.join(words) or 'none'}"
+
+
+def _text(fault: Any) -> str:
+    """Returns what was expected and what came, from an error of pydantic."""
+    message = str(fault["msg"]).replace("Input should be", "must be")
+    return f"{message}, got {fault['input']!r}"

@@ -14,13 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mlora.objectives.objective import Objective
+from mlora.objectives.objective import LogProbs, Metric, Objective
 from mlora_ext.frozen.weight import FrozenWeight
 
 # Logits of a chunk. On a CPU they should stay in its cache. On a GPU a chunk needs enough rows to be worth a
 # pass over the head's weight.
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 _SMALLEST_CHUNK = 64
+
+
+MetricSums = dict[str, tuple[float, float | None]]
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,29 @@ class Owners:
         scales: factor on each owner's gradient (a loss scaler's); reported losses do not have it.
         objectives: of each owner; None: cross-entropy for all.
         lengths: trained rows of each sequence of each owner; only read if there are objectives.
+        facts: of each owner, those of its samples.
+        reads: of each owner, the indices of the silent sequences that its objective reads.
+        silent: log-probabilities of each silent sequence's tokens; they get no gradient.
     """
 
     counts: Sequence[int]
     scales: Sequence[float]
     objectives: Sequence[Objective] | None = None
     lengths: Sequence[Sequence[int]] = ()
+    facts: Sequence[Sequence[Sequence[float]]] = ()
+    reads: Sequence[Sequence[int]] = ()
+    silent: Sequence[Tensor] = ()
+
+    def log_probs(self, log_p: Tensor) -> list[LogProbs]:
+        """Returns what each owner's objective is given; `log_p` `[M]` is of all owners."""
+        found = []
+        for index, own in enumerate(log_p.split(list(self.counts))):
+            silent = [self.silent[place] for place in (self.reads[index] if self.reads else ())]
+            lengths = [len(part) for part in silent]
+            together = torch.cat(silent) if silent else own.new_zeros(0)
+            facts = self.facts[index] if self.facts else ()
+            found.append(LogProbs(own, self.lengths[index], together, lengths, facts))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,12 +106,12 @@ class TokenLosses:
     Attributes:
         total: the scalar to differentiate.
         sums: `[N]` fp64, the loss of each owner.
-        metrics: of each owner, if there are objectives.
+        metrics: of each owner, if there are objectives: by name a total, and what divides it, None = units.
     """
 
     total: Tensor
     sums: Tensor
-    metrics: Sequence[dict[str, float]] = field(default_factory=list)
+    metrics: Sequence[MetricSums] = field(default_factory=list)
 
 
 def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, owners: Owners) -> TokenLosses:
@@ -112,15 +132,20 @@ def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, ow
         scales = _scales_of_rows(owners, hidden.device)
         losses, total = _ChunkedLosses.apply(hidden, head, rows, targets, scales, needs_grad)
         return TokenLosses(total, sums_by_owner(losses, owners.counts))
-    with torch.no_grad():
-        losses, _ = _ChunkedLosses.apply(hidden, head, rows, targets, None, False)
-    log_p = losses.neg().requires_grad_(needs_grad)
+    log_p = log_probabilities(hidden, head, rows, targets).requires_grad_(needs_grad)
     with torch.set_grad_enabled(needs_grad):
         total, sums, metrics = _by_objective(log_p, owners)
     if needs_grad:
         (weights,) = torch.autograd.grad(total, log_p)
         _, total = _ChunkedLosses.apply(hidden, head, rows, targets, weights.neg(), True)
     return TokenLosses(total, sums, metrics)
+
+
+def log_probabilities(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor) -> Tensor:
+    """Returns the log-probability of each target `[M]` fp32 without gradient, as `chunked_losses` does."""
+    with torch.no_grad():
+        losses, _ = _ChunkedLosses.apply(hidden, head, rows, targets, None, False)
+    return losses.neg()
 
 
 def plain_losses(logits: Tensor, targets: Tensor, owners: Owners) -> TokenLosses:
@@ -134,19 +159,22 @@ def plain_losses(logits: Tensor, targets: Tensor, owners: Owners) -> TokenLosses
     return TokenLosses(total, sums_by_owner(losses.detach(), owners.counts))
 
 
-def _by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
+def _by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[MetricSums]]:
     """Returns the scaled total, each owner's loss, and each owner's metrics."""
     assert owners.objectives is not None
     total, sums, metrics = log_p.new_zeros(()), [], []
-    parts = log_p.split(list(owners.counts))
-    for own, lengths, objective, scale in zip(
-        parts, owners.lengths, owners.objectives, owners.scales, strict=True
-    ):
-        found = objective.loss(own, lengths)
+    for rows, objective, scale in zip(owners.log_probs(log_p), owners.objectives, owners.scales, strict=True):
+        found = objective.loss_of(rows)
         total = total + found.loss * scale
         sums.append(found.loss.detach().double())
-        metrics.append({name: float(value) for name, value in found.metrics.items()})
+        metrics.append({name: _as_sum(value) for name, value in found.metrics.items()})
     return total, torch.stack(sums), metrics
+
+
+def _as_sum(metric: Metric) -> tuple[float, float | None]:
+    if isinstance(metric, tuple):
+        return float(metric[0]), float(metric[1])
+    return float(metric), None
 
 
 def _scales_of_rows(owners: Owners, device: torch.device) -> Tensor | None:

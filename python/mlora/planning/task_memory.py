@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mlora.data.record import sequence_lengths
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.memory_limit import Candidate
 from mlora.scheduler import MemoryNeed
@@ -29,7 +28,8 @@ class TaskMemory:
         """Reads a task's adapter and data; raises ValueError if the adapter cannot be put on the base."""
         lora = task.lora or read_config(Path(str(task.config.init_from)))
         samples = [*task.data.samples, *(task.eval_data.samples if task.eval_data else ())]
-        self._adapters.know(task.name, lora, task.optim, max(sequence_lengths(samples)))
+        longest, silent = max(task.lengths(samples)), task.objective.reference is not None
+        self._adapters.know(task.name, lora, task.optim, longest, silent=silent)
 
     def need(self, task: Task, arrival: int) -> MemoryNeed:
         """Returns the scheduler's view of a known task; see `memory_need`."""
@@ -81,11 +81,13 @@ def largest_lengths(task: Task, size: Callable[[Sequence[int]], float]) -> list[
     count = task.plan.batch_size
     if task.plan.shuffle:
         count = min(count, len(samples))
-    found = [sequence_lengths((samples * -(-count // len(samples)))[:count])]
+    found = [task.lengths((samples * -(-count // len(samples)))[:count])]
     batches = task.total_steps * task.plan.accumulation
     if batches <= MOST_LOOKED_AT and samples[0].rows != samples[-1].rows:
         every = [task.lengths_of(batch) for batch in range(batches)]
         found = [max(every, key=sum), max(every, key=lambda own: sum(length * length for length in own))]
     if task.eval_data is not None:
-        found.append(sequence_lengths([max(task.eval_data.samples, key=lambda sample: sample.rows)]))
+        most = sorted(task.eval_data.samples, key=lambda sample: -sample.rows)
+        cut = task.objective.takes == "judged"  # a batch of them is one sample
+        found.append(task.lengths(most[: task.config.per_device_eval_batch_size if cut else 1]))
     return max(found, key=size)

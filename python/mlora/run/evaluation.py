@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
+from mlora.data.preference import joined
 from mlora.data.record import Sample, sequence_lengths
 from mlora.engine.adapter_state import BatchResult
 from mlora.model.generation import GenerationRequest, complete, end_token, text_of
@@ -46,7 +47,7 @@ def _batches(tasks: Sequence[Task]) -> Iterator[dict[str | None, Sequence[Sample
             size = task.config.per_device_eval_batch_size
             rows = task.eval_data.samples[turn * size : (turn + 1) * size]
             if rows:
-                batches[task.name] = rows
+                batches[task.name] = joined(task.name, rows, task.objective)
         if not batches:
             return
         yield batches

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from mlora.cluster.device import is_out_of_memory
 from mlora.config.sweep_config import is_trial
-from mlora.engine.adapter_state import BatchResult
+from mlora.engine.adapter_state import BatchResult, added, means
 from mlora.engine.batcher import BatchFuture
 from mlora.errors import RunError, file_line, first_line
 from mlora.files.checkpoint_writer import CheckpointWriter
@@ -232,8 +232,8 @@ class TrainingLoop:
         progress.open_loss += result.loss_sum
         progress.open_tokens += result.tokens
         progress.open_units += result.units
-        for name, total in result.metrics.items():
-            progress.open_metrics[name] = progress.open_metrics.get(name, 0.0) + total
+        progress.open_metrics = added(progress.open_metrics, result.metrics)
+        progress.open_counts = added(progress.open_counts, result.counts)
         complete = task.plan.ends_step(progress.batches)
         progress.batches += 1
         return complete and self._step(task)
@@ -264,11 +264,11 @@ class TrainingLoop:
             "seconds": seconds,
             "peak_memory_bytes": self._engine.peak_memory,
         }
-        record |= {name: total / progress.open_units for name, total in progress.open_metrics.items()}
+        record |= means(progress.open_metrics, progress.open_counts, progress.open_units)
         if result.skipped:
             record["skipped"] = True
         progress.open_loss, progress.open_tokens, progress.open_units = 0.0, 0, 0
-        progress.open_metrics = {}
+        progress.open_metrics, progress.open_counts = {}, {}
         self._metrics.write(**record)
         self._reporter.step(task, record)
         return True

@@ -12,10 +12,13 @@ from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.data.dataset import Dataset, load_dataset
+from mlora.data.preference import joined
 from mlora.data.record import Sample, sequence_lengths
 from mlora.data.sampler import BatchPlan, task_seed
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
+from mlora.objectives.objective import Objective
+from mlora.objectives.registry import Style, objective_of, style_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.tasks.init_from import check_init_from
 
@@ -41,6 +44,7 @@ class Progress:
         open_tokens: its trained tokens.
         open_units: the divisor of its loss.
         open_metrics: sums of the objective's metrics.
+        open_counts: what divides those metrics that are not divided by units.
         tokens: trained tokens so far.
         loss: mean loss of the last step.
         seconds: wall time in training so far.
@@ -58,6 +62,7 @@ class Progress:
     open_tokens: int = 0
     open_units: int = 0
     open_metrics: dict[str, float] = field(default_factory=dict)
+    open_counts: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
     loss: float | None = None
     seconds: float = 0.0
@@ -118,7 +123,16 @@ class Task:
 
     def lengths_of(self, batch: int) -> list[int]:
         """Returns the sequence lengths of micro-batch `batch` (counted from 0), in rows."""
-        return sequence_lengths(self.data.samples[row] for row in self.plan.batch(batch))
+        return self.lengths([self.data.samples[row] for row in self.plan.batch(batch)])
+
+    def lengths(self, samples: Sequence[Any]) -> list[int]:
+        """Returns the sequence lengths, in rows, of a batch of samples, those without gradient included."""
+        return sequence_lengths(joined(self.name, samples, self.objective))
+
+    @cached_property
+    def objective(self) -> Objective:
+        """What it is trained for."""
+        return objective_of(self.config.objective)
 
     def start_batches(self) -> list[list[Sample]]:
         """Returns its first micro-batches, for initial values: `init_samples` samples, one epoch at most."""
@@ -132,7 +146,7 @@ class Task:
         samples = sorted(self.data.samples, key=lambda sample: sample.rows)
         batch = min(self.plan.batch_size, len(samples)) if self.plan.shuffle else self.plan.batch_size
         places = ((2 * place + 1) * len(samples) // (2 * batch) for place in range(batch))
-        return sequence_lengths(samples[place] for place in places)
+        return self.lengths([samples[place] for place in places])
 
     @property
     def name(self) -> str:
@@ -156,7 +170,7 @@ class TaskBuilder:
         self._config = config
         self._base = base
         self._datasets = {dataset.name: dataset for dataset in config.datasets}
-        self._loaded: dict[tuple[str, str, str, int, bool], Dataset] = {}
+        self._loaded: dict[tuple[str, str, str, int, bool, Style], Dataset] = {}
 
     def build(self, adapter: AdapterConfig, datasets: Sequence[DatasetConfig] = ()) -> Task:
         """Reads an adapter's data and checks everything that needs no weights of the model.
@@ -205,7 +219,15 @@ class TaskBuilder:
         )
 
     def _load(self, dataset: DatasetConfig, adapter: AdapterConfig) -> Dataset:
-        key = (dataset.name, dataset.path, dataset.format, adapter.max_length, adapter.assistant_only_loss)
+        style = style_of(adapter.objective)
+        key = (
+            dataset.name,
+            dataset.path,
+            dataset.format,
+            adapter.max_length,
+            adapter.assistant_only_loss,
+            style,
+        )
         if key not in self._loaded:
             self._loaded[key] = load_dataset(
                 dataset.name,
@@ -216,6 +238,7 @@ class TaskBuilder:
                 max_positions=self._base.max_positions,
                 tokenizer=None if dataset.format == "tokens" else self._base.tokenizer(),
                 assistant_only_loss=adapter.assistant_only_loss,
+                style=style,
             )
             self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
         return self._loaded[key]

@@ -1,0 +1,104 @@
+"""A loss given as a Python function of log-probabilities."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+from torch import Tensor
+
+from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
+from mlora.objectives.registry import ObjectiveError, Takes
+
+LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
+_OWN = ("takes", "reference", "trains_prompts")
+
+
+class CustomLoss(Objective):
+    """A loss by a function of `LogProbs` that returns the loss of each sample, `[N]`; their mean is trained.
+
+    The function may also return metrics: a tuple of the losses and a dict of `[N]` values by name, whose
+    means are reported. With `judged` samples, N is the number of completions.
+
+    Args:
+        function: called with `LogProbs` and the options.
+        takes: the kind of its samples; see `Objective.takes`.
+        reference: whose log-probabilities of the same sequences are in `LogProbs.silent`; None = nobody's.
+        trains_prompts: whether the prompts of chosen sequences are trained, too.
+        options: more keyword arguments of the function.
+
+    Raises:
+        ObjectiveError: `function` cannot be called, or takes no such argument; `takes` is unknown.
+
+    Example:
+        >>> def simple(rows, beta=0.1):
+        ...     chosen, rejected = rows.sums()[0::2], rows.sums()[1::2]
+        ...     return -torch.nn.functional.logsigmoid(beta * (chosen - rejected))
+        >>> engine.create_adapter("a", lora, optim, objective=CustomLoss(simple, takes="pairs"))
+    """
+
+    def __init__(
+        self,
+        function: LossFunction,
+        *,
+        takes: Takes = "sequences",
+        reference: str | None = None,
+        trains_prompts: bool = False,
+        **options: Any,
+    ) -> None:
+        if not callable(function):
+            raise ObjectiveError(f"expected a name, an Objective or a function, got {function!r}")
+        if takes not in get_args(Takes):
+            raise ObjectiveError(f"must be one of {', '.join(get_args(Takes))}, got {takes!r}", ("takes",))
+        if reference is not None and not isinstance(reference, str):
+            raise ObjectiveError(f"must be __base__ or an adapter's name, got {reference!r}", ("reference",))
+        if type(trains_prompts) is not bool:
+            raise ObjectiveError(f"must be true or false, got {trains_prompts!r}", ("trains_prompts",))
+        self.function, self.takes, self.reference = function, takes, reference
+        self.trains_prompts = trains_prompts
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._options = options
+        self._check()
+
+    def options(self) -> dict[str, Any]:
+        """Returns all that was given beside the function."""
+        return {**{key: getattr(self, key) for key in _OWN}, **self._options}
+
+    def units(self, samples: Sequence[Any], trained: int) -> int:
+        """Returns the number of samples."""
+        return sum(sample.units for sample in samples)
+
+    def loss_of(self, rows: LogProbs) -> LossOfOwner:
+        """Returns the sum over samples of what the function returns."""
+        found = self.function(rows, **self._options)
+        losses, metrics = found if isinstance(found, tuple) else (found, {})
+        count = len(rows.lengths) // (2 if self.takes == "pairs" else 1)
+        self._check_shape("the losses", losses, count)
+        sums: dict[str, Metric] = {}
+        for name, values in metrics.items():
+            self._check_shape(f"the metric {name!r}", values, count)
+            sums[name] = values.detach().sum()
+        return LossOfOwner(losses.sum(), sums)
+
+    def _check_shape(self, what: str, values: Any, count: int) -> None:
+        shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        if shape != [count]:
+            raise ValueError(
+                f"objective: {self._name} must return {what} of each of {count} samples, a tensor "
+                f"[{count}], got {shape}"
+            )
+
+    def _check(self) -> None:
+        """Raises ObjectiveError for an option that the function does not take."""
+        accepted = inspect.signature(self.function).parameters.values()
+        if any(each.kind is each.VAR_KEYWORD for each in accepted):
+            return
+        known = [each.name for each in accepted][1:]
+        for key in self._options:
+            if key not in known:
+                words = [*known, *_OWN]
+                close = difflib.get_close_matches(key, words, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"its options: {', '.join(words)}"
+                raise ObjectiveError(f"unknown option of {self._name}; {hint}", (key,))

@@ -1,0 +1,76 @@
+"""Options of the preference objectives, with TRL's names and defaults. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+BASE_ROWS = "__base__"  # the owner of rows without an adapter
+
+
+class Options(BaseModel):
+    """Options of an objective: a frozen model that refuses unknown keys, and true and false as numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def _only_with(self, key: str, *loss_types: str) -> None:
+        """Raises ValueError if an option is set that the chosen ``loss_type`` does not read."""
+        chosen = getattr(self, "loss_type", "")
+        if getattr(self, key) != type(self).model_fields[key].default and chosen not in loss_types:
+            raise ValueError(f"{key} is read by loss_type {' and '.join(loss_types)} only, got {chosen}")
+
+
+class DpoOptions(Options):
+    """``DPOConfig``; ``reference`` names the adapter whose log-probabilities are compared with."""
+
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    reference: str = Field(default=BASE_ROWS, min_length=1)
+
+    @model_validator(mode="after")
+    def _reads(self) -> DpoOptions:
+        self._only_with("label_smoothing", "robust")
+        return self
+
+
+class CpoOptions(Options):
+    """``CPOConfig``."""
+
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    cpo_alpha: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    simpo_gamma: float = Field(default=0.5, ge=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _reads(self) -> CpoOptions:
+        self._only_with("label_smoothing", "sigmoid", "simpo")
+        self._only_with("simpo_gamma", "simpo")
+        return self
+
+
+class SimpoOptions(Options):
+    """``CPOConfig`` with ``loss_type="simpo"`` and ``cpo_alpha=0``, as its documentation sets SimPO."""
+
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    simpo_gamma: float = Field(default=0.5, ge=0, allow_inf_nan=False)
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    cpo_alpha: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+
+class OrpoOptions(Options):
+    """``ORPOConfig``."""
+
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+
+
+class KtoOptions(Options):
+    """``KTOConfig``; ``reference`` as in `DpoOptions`."""
+
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    desirable_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    undesirable_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    reference: str = Field(default=BASE_ROWS, min_length=1)

@@ -1,0 +1,160 @@
+"""Runs with preference objectives: resume, stages, metrics, a memory limit, and faults in one line."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import mlora
+import pytest
+from mlora.config.config_file import resolve_config
+from mlora.errors import RunError
+from mlora.files.run_folder import read_metrics
+from mlora.run.reporter import PlainLines
+
+from tests.mlora.seam_runs import STAGES, train_and_resume
+from tests.mlora.tiny_run import run_data, write_jsonl
+
+
+def lines(count: int, seed: int = 1) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Pairs, and judged completions."""
+    draw = random.Random(seed)
+    pairs, judged = [], []
+    for _ in range(count):
+        prompt, chosen, rejected = ("".join(draw.choices("abcd", k=draw.randint(1, 6))) for _ in range(3))
+        pairs.append({"prompt": f"{prompt}=", "chosen": chosen, "rejected": rejected})
+        judged.append({"prompt": f"{prompt}=", "completion": chosen, "label": draw.random() < 0.5})
+    return pairs, judged
+
+
+def preference_data(base: Path, folder: Path, stages: int = 1, **changes: Any) -> dict[str, Any]:
+    """Dpo, kto, orpo and cross-entropy in one run."""
+    data = run_data(base, folder, pipeline={"stages": stages})
+    pairs, judged = lines(9)
+    write_jsonl(folder / "pairs.jsonl", pairs)
+    write_jsonl(folder / "judged.jsonl", judged)
+    data["datasets"] += [
+        {"name": "pairs", "path": "pairs.jsonl", "format": "preference"},
+        {"name": "judged", "path": "judged.jsonl", "format": "unpaired"},
+    ]
+    lora = {"r": 4, "lora_dropout": 0.2, "target_modules": "all-linear"}
+    common = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "lora": lora}
+    first, second = data["adapters"]
+    first |= {"dataset": "pairs", "eval_dataset": "pairs", "objective": {"name": "dpo", "beta": 0.5}}
+    data["adapters"] = [
+        first,
+        {"name": "kto", "dataset": "judged", "eval_dataset": "judged", "objective": "kto", **common},
+        {"name": "orpo", "dataset": "pairs", "objective": "orpo", **common},
+        second,
+    ]
+    return data | changes
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_a_run_trains_and_resumes_bit_for_bit(tiny_base: Path, tmp_path: Path, stages: int) -> None:
+    run = train_and_resume(preference_data(tiny_base, tmp_path, stages), tmp_path)
+    own = [line for line in read_metrics(run / "metrics.jsonl") if line["adapter"] == "first"]
+    steps, evaluations = ([line for line in own if key in line] for key in ("loss", "eval_loss"))
+    assert steps[0]["loss"] == pytest.approx(0.6931, abs=0.05)  # log 2, but for dropout
+    for line in steps:
+        assert line["rewards/margins"] == pytest.approx(
+            line["rewards/chosen"] - line["rewards/rejected"], abs=1e-5
+        )
+        assert 0 <= line["rewards/accuracies"] <= 1
+    assert evaluations[0]["eval_rewards/margins"] == 0.0
+    assert evaluations[-1]["eval_rewards/margins"] > 0.05
+    kto = [line for line in read_metrics(run / "metrics.jsonl") if line["adapter"] == "kto"]
+    assert all(line["kl"] >= 0 for line in kto if "loss" in line)
+    assert any("eval_logps/chosen" in line for line in kto)
+
+
+def test_stages_and_memory_do_not_matter(tiny_base: Path, tmp_path: Path) -> None:
+    """Two stages, and a limit that cuts the batches, train as one stage does without a limit."""
+
+    def trained(name: str, **changes: Any) -> list[tuple[Any, ...]]:
+        data = preference_data(tiny_base, tmp_path, output_dir=str(tmp_path / name)) | changes
+        assert mlora.train(resolve_config(data, folder=tmp_path)).status == "finished"
+        records = read_metrics(tmp_path / name / "metrics.jsonl")
+        return sorted((r["adapter"], r["step"], r["loss"]) for r in records if "loss" in r)
+
+    whole = trained("whole")
+    for name, changes in (
+        ("stages", {"pipeline": {"stages": 2, "micro_batches": 2}}),
+        ("limit", {"scheduler": {"memory_limit": "8GiB"}}),
+    ):
+        for one, other in zip(whole, trained(name, **changes), strict=True):
+            assert one[:2] == other[:2]
+            assert one[2] == pytest.approx(other[2], rel=2e-5), (name, one)
+
+
+def faults(data: dict[str, Any], folder: Path) -> list[str]:
+    with pytest.raises(RunError) as error:
+        resolve_config(data, folder=folder)
+    return str(error.value).splitlines()
+
+
+def test_what_does_not_fit_is_refused_in_one_line(tiny_base: Path, tmp_path: Path) -> None:
+    data = preference_data(tiny_base, tmp_path)
+    first, kto, orpo, plain = data["adapters"]
+
+    def told(adapter: dict[str, Any], **changes: Any) -> str:
+        (line,) = faults(
+            data | {"adapters": [adapter | {"eval_dataset": None, "eval_steps": None} | changes]}, tmp_path
+        )
+        return line.removeprefix("config: adapters[0].")
+
+    assert told(first, dataset="one") == (
+        "dataset: objective dpo needs a dataset of format preference, got 'tokens'"
+    )
+    assert told(kto, dataset="pairs") == (
+        "dataset: objective kto needs a dataset of format unpaired, got 'preference'"
+    )
+    assert told(plain, dataset="judged").startswith(
+        "dataset: objective cross_entropy needs a dataset of format tokens or text or prompt_completion or"
+    )
+    assert told(orpo, objective={"name": "orpo", "lambda": 1}) == (
+        "objective.lambda: unknown option of orpo; its options: beta"
+    )
+    assert (
+        told(first, objective={"name": "dpo", "beta": 0}) == "objective.beta: must be greater than 0, got 0"
+    )
+    assert told(first, objective={"name": "dpo", "reference": "kto"}).startswith(
+        "objective.reference: a run compares with __base__ only, got 'kto'"
+    )
+    assert told(kto, per_device_train_batch_size=1) == (
+        "per_device_train_batch_size: must be at least 2 for objective kto, whose KL term pairs prompts with "
+        "completions of other samples of the batch"
+    )
+    full = data | {
+        "method": "full",
+        "adapters": [first | {"lora": None, "eval_dataset": None, "eval_steps": None}],
+    }
+    assert faults(full, tmp_path) == [
+        "config: adapters[0].objective: compares with __base__, but method: full trains the base model "
+        "itself; use an objective without a reference, such as cpo, simpo or orpo"
+    ]
+
+
+def test_a_pair_without_rejected_is_one_line(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = preference_data(tiny_base, tmp_path)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": "b"}\n')
+    data["adapters"] = data["adapters"][:1]
+    with pytest.raises(RunError, match="every adapter was refused"):
+        mlora.train(resolve_config(data, folder=tmp_path), reporter=PlainLines())
+    found = capsys.readouterr().err.splitlines()
+    assert found == [
+        f"error: first: refused: {path}:2: 'rejected' is missing; the line has 'prompt', 'chosen'"
+    ]
+
+
+def test_full_tuning_with_pairs(tiny_base: Path, tmp_path: Path) -> None:
+    data = preference_data(tiny_base, tmp_path)
+    orpo = {k: v for k, v in data["adapters"][2].items() if k != "lora"}
+    data |= {"method": "full", "adapters": [orpo | {"max_grad_norm": 0}]}
+    assert mlora.train(resolve_config(data, folder=tmp_path)).status == "finished"
+    losses = [r["loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    assert losses[-1] < losses[0]
