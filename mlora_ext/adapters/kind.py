@@ -33,6 +33,26 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class ParametersSpec(LayerSpec):
+    """One adapter's settings on parameters of a module, as `target_parameters` names them.
+
+    Attributes:
+        rank: the sum over the parameters.
+        scaling: of the first parameter; each has its own in `parameters`.
+        parameters: name in the module and settings, in the module's order.
+    """
+
+    parameters: tuple[tuple[str, LayerSpec], ...] = ()
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, LayerSpec]) -> ParametersSpec:
+        """Returns the settings on these parameters of one module."""
+        first = next(iter(parameters.values()))
+        rank = sum(spec.rank for spec in parameters.values())
+        return cls(rank, first.scaling, 0.0, first.kind, tuple(parameters.items()))
+
+
+@dataclass(frozen=True)
 class ParameterSpec:
     """Size of one Parameter of an adapter in one layer: `[rows, width]`, stored row after row.
 

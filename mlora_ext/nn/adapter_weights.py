@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..adapters.kind import LayerSpec
+from ..adapters.kind import LayerSpec, ParametersSpec
 from .adapter_layer import AdapterLayer
 from .layer_kinds import layer_kind
 from .routing.router import router_of
@@ -70,11 +70,32 @@ def written_marks(model: nn.Module, name: str) -> list[set[str]]:
 def write_weights(model: nn.Module, name: str, layers: LayerWeights) -> None:
     """Copies weights into an adapter after `check_weights` has checked all of them."""
     mine = adapter_layers(model, name)
-    check_weights(model, name, {key: layer.specs[name] for key, layer in mine.items()}, layers)
+    specs = {key: layer.specs[name] for key, layer in mine.items()}
+    check_weights(model, name, specs, layers)
     with torch.no_grad():
-        for key, tensors in layers.items():
+        for key, tensors in _by_part(model, specs, layers).items():
             for part, parameter in mine[key].parameters_of(name).items():
                 parameter.copy_(tensors[part])
+
+
+def _by_part(model: nn.Module, specs: Mapping[str, LayerSpec], layers: LayerWeights) -> LayerWeights:
+    """Returns weights by the names that they have here; PEFT wraps a module once per targeted parameter."""
+    found = dict(layers)
+    for key, spec in specs.items():
+        if not isinstance(spec, ParametersSpec) or key not in layers:
+            continue
+        places = {
+            part: f"{key}.{own}".removesuffix(".weight").rpartition(".")
+            for part, own in layer_kind(model.get_submodule(key)).peft_keys(spec).items()
+        }
+        for layer in {layer for layer, _, _ in places.values()}:
+            found.pop(layer, None)
+        found[key] = {
+            part: layers[layer][own]
+            for part, (layer, _, own) in places.items()
+            if own in layers.get(layer, ())
+        }
+    return found
 
 
 def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], layers: LayerWeights) -> None:
@@ -82,6 +103,7 @@ def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], l
 
     Raises ValueError, naming the first layer that is missing, unknown or of another shape.
     """
+    layers = _by_part(model, specs, layers)
     for key in [*specs, *layers]:
         if key not in layers or key not in specs:
             side = "the weights to load" if key not in layers else "the model's adapter"

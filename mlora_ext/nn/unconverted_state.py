@@ -18,8 +18,11 @@ _RUN = (
 """Attributes in which a module keeps the hooks that run in its forward and backward."""
 
 
-def check_layer(key: str, module: nn.Module) -> None:
-    """Raises ValueError for a linear layer with anything that the converted layer would not have."""
+def check_layer(key: str, module: nn.Module, own_parts: bool = False) -> None:
+    """Raises ValueError for a layer with anything that the converted layer would not have.
+
+    `own_parts`: it may have other parts than weight and bias, since the converted layer keeps it.
+    """
     if hasattr(module, "_hf_hook"):
         raise ValueError(
             f"layer {key}: is offloaded by accelerate; load the model without device_map offloading"
@@ -27,7 +30,7 @@ def check_layer(key: str, module: nn.Module) -> None:
     check_untouched(f"layer {key}", module)
     parts = (*module._parameters, *module._buffers, *module._modules)
     others = [name for name in parts if name not in ("weight", "bias")]
-    if others:
+    if others and not own_parts:
         raise ValueError(
             f"layer {key}: has {', '.join(others)} beside weight and bias, as after pruning, weight_norm or "
             "parametrizations; make the weight a plain parameter (remove_parametrizations, prune.remove, "

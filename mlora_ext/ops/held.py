@@ -88,7 +88,7 @@ def hold(
     """
     check_library()
     every = [p for layer in (*lora_a, *lora_b) for p in layer]
-    if not every or not all(map(_holds, every)):
+    if not every or not all(map(holds, every)):
         return None
     a = _table([p for layer in lora_a for p in layer], False)
     b = _table([p for layer in lora_b for p in layer], True)
@@ -100,7 +100,8 @@ def _table(parameters: Sequence[nn.Parameter], transposed: bool) -> Factors:
     return factors_of([p.detach() for p in parameters], transposed=transposed, gradients=gradients)
 
 
-def _holds(parameter: nn.Parameter) -> bool:
+def holds(parameter: nn.Parameter) -> bool:
+    """Whether backward may add to a Parameter's gradient in place of autograd."""
     gradient = parameter.grad
     if gradient is None or not parameter.requires_grad or type(gradient) is not Tensor:
         return False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ...adapters.kind import LayerSpec, ParametersSpec
 from ...adapters.lora_config import START_VALUES, init_kind
 from ..targets import target_layers
 
@@ -37,9 +38,9 @@ def without_start(config: LoraConfig) -> LoraConfig:
 def with_scaling(model: nn.Module, name: str, config: LoraConfig, scaling: Mapping[str, float]) -> LoraConfig:
     """Returns a copy whose `lora_alpha` and `alpha_pattern` give these scalings; PEFT folders hold them.
 
-    `scaling` is by layer name; the adapter's other layers keep theirs.
+    `scaling` is by name of the layer, or of the parameter; the adapter's other layers keep theirs.
     """
-    plan = target_layers(model, name, config)
+    plan = one_by_one(target_layers(model, name, config))
     if all(scaling.get(key, spec.scaling) == spec.scaling for key, spec in plan.items()):
         return config
     alphas = {
@@ -55,3 +56,14 @@ def with_scaling(model: nn.Module, name: str, config: LoraConfig, scaling: Mappi
         if alphas[key] != config.lora_alpha
     }
     return config
+
+
+def one_by_one(plan: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
+    """Returns an adapter's settings by the name of each layer, and of each parameter that it sits on."""
+    found: dict[str, LayerSpec] = {}
+    for key, spec in plan.items():
+        if isinstance(spec, ParametersSpec):
+            found |= {f"{key}.{parameter}": own for parameter, own in spec.parameters}
+        else:
+            found[key] = spec
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -50,6 +50,7 @@ class RouteTensors:
             again for each number of rows.
         mixed: whether the route's rows belong to several adapters.
         shares: which `FusedProjections` compute together along this route.
+        kept: what layers of the group derive from the route once, by keys of their own.
     """
 
     names: tuple[str, ...]
@@ -61,6 +62,7 @@ class RouteTensors:
     dropout_p: Tensor | None
     dropout_rng: Tensor | None
     shares: dict[Any, bool] = field(default_factory=dict)
+    kept: dict[Any, Tensor] = field(default_factory=dict)
 
     def plan(
         self, layer: Tensor | None
@@ -76,6 +78,16 @@ class RouteTensors:
 
     def owners(self) -> Tensor:
         """Returns `[rows]` int64: the index in `names` of each row's adapter, -1 for none."""
+        return self.keep("owners", self._owners)
+
+    @torch.inference_mode(False)
+    def keep(self, key: Any, make: Callable[[], Tensor]) -> Tensor:
+        """Returns a tensor that `make` makes, once along this route."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
+    def _owners(self) -> Tensor:
         begins, ends, adapters, _ = self.segments.unbind(1)
         changes = torch.zeros(self.rows + 1, dtype=torch.int64, device=self.segments.device)
         changes.index_add_(0, begins, adapters + 1).index_add_(0, ends, -1 - adapters)
