@@ -53,7 +53,7 @@ def expert_factors(
 
 
 def expert_parts(matrix: Tensor, experts: int, *, transposed: bool) -> list[Tensor]:
-    """Returns the parts of A `[r · E, D]`, each `[r, D]`; with `transposed` of B `[O, r · E]`, each `[O, r]`."""
+    """Returns the parts `[r, D]` of A `[r · E, D]`, or with `transposed` those `[O, r]` of B `[O, r · E]`."""
     if transposed:
         return list(matrix.unflatten(1, (-1, experts)).unbind(2))
     return list(matrix.unflatten(0, (experts, -1)).unbind(0))

@@ -157,9 +157,10 @@ def _translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
         if _is_all_linear(config) and not _is_all_linear(translated):
             # PEFT names the layers here; it does not know those that are converted
             hidden = copy.deepcopy(config)
-            hidden.target_modules = {key.rpartition(".")[2] for key in _converted_linear(model)}
+            hidden.target_modules = [key.rpartition(".")[2] for key in _converted_linear(model)]
             convert_peft_config_for_transformers(hidden, base, get_model_conversion_mapping(base))
-            translated.target_modules = {*translated.target_modules, *hidden.target_modules}
+            both = [*(translated.target_modules or ()), *(hidden.target_modules or ())]
+            translated.target_modules = sorted(set(both))
     except ValueError as error:
         raise ValueError(f"adapter {name!r}: target_modules: {str(error).rstrip('.')}") from error
     return translated

@@ -58,9 +58,13 @@ def lora_experts(
             a = [part for one in lora_a for part in expert_parts(one, experts, transposed=False)]
             b = [part for one in lora_b for part in expert_parts(one, experts, transposed=True)]
             y = frozen_linear(x, frozen)
-            return y + reference.low_rank(x, y.shape[1], a, b, *plan)[0]
+            segments, scaling, *_ = plan
+            assert segments is not None
+            assert scaling is not None
+            return y + reference.low_rank(x, y.shape[1], a, b, segments, scaling)[0]
     check_library()
-    if any(one.dtype not in (x.dtype, torch.float32) or one.dtype != lora_a[0].dtype for one in (*lora_a, *lora_b)):
+    dtypes = {one.dtype for one in (*lora_a, *lora_b)}
+    if len(dtypes) > 1 or not dtypes <= {x.dtype, torch.float32}:
         lora_a, lora_b = [one.to(x.dtype) for one in lora_a], [one.to(x.dtype) for one in lora_b]
     call = _Call(frozen, experts, plan, backend)
     return _LoRAExperts.apply(dense_rows(x), call, *lora_a, *lora_b)  # type: ignore[no-any-return]
@@ -73,7 +77,7 @@ def hold_experts(
     experts: int,
     written: set[str],
 ) -> HeldAdapters | None:
-    """Returns tables of the pairs, to whose gradients backward adds, or None; see `mlora_ext.ops.held.hold`."""
+    """Returns tables of the pairs, to whose gradients backward adds, or None, as `held.hold` does."""
     if not all(map(holds, (*lora_a, *lora_b))):
         return None
     a, b = (

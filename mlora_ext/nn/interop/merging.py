@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,10 +11,14 @@ from torch import nn
 
 from ...adapters.registry import adapter_kind
 from ..active_adapters import one_adapter
+from ..adapter_layer import AdapterLayer
 from ..adapter_weights import adapter_layers
 from ..batch_statistics import StaysInEvaluation
 from ..linear import MultiLoRALinear
+from ..parameters.layer import ParameterLayer
+from .existing_config import one_by_one
 from .peft_folder import adapter_config
+from .peft_layers import parameter_of
 
 
 def merge_and_unload(
@@ -47,24 +52,29 @@ def merge_and_unload(
     _refuse_tied(model, layers)
     config = adapter_config(model, name)
     config.init_lora_weights = True
-    config.fan_in_fan_out = all(layer.fan_in_fan_out for layer in layers.values())
+    linear = [layer for layer in layers.values() if isinstance(layer, MultiLoRALinear)]
+    config.fan_in_fan_out = bool(linear) and all(layer.fan_in_fan_out for layer in linear)
     tuner: Any = LoraModel(_plain_copy(model), config, name, low_cpu_mem_usage=True)
+    scalings = one_by_one({key: layer.specs[name] for key, layer in layers.items()})
     for key, layer in layers.items():
-        theirs = tuner.model.get_submodule(key)
-        theirs.scaling[name] = layer.specs[name].scaling
-        for bank in ("lora_A", "lora_B"):
-            values = getattr(layer, bank).parameter_of(name).detach().clone()
+        own = layer.parameters_of(name)
+        for part, file_key in layer.peft_keys(layer.specs[name]).items():
+            path, _, bank = f"{key}.{file_key.removesuffix('.weight')}".rpartition(".")
+            theirs = tuner.model.get_submodule(path)
+            parameter = parameter_of(theirs)
+            theirs.scaling[name] = scalings[key if parameter is None else f"{key}.{parameter}"].scaling
+            values = own[part].detach().clone()
             getattr(theirs, bank)[name].weight = nn.Parameter(values, requires_grad=False)
     merged: nn.Module = tuner.merge_and_unload(safe_merge=safe_merge)
     return merged
 
 
-def _plain_lora(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
-    """Returns an adapter's layers; raises ValueError if one of them is not plain LoRA on a linear layer."""
+def _plain_lora(model: nn.Module, name: str) -> dict[str, MultiLoRALinear | ParameterLayer]:
+    """Returns an adapter's layers; raises ValueError if one of them is not plain LoRA."""
     found = {}
     for key, layer in adapter_layers(model, name).items():
         kind = layer.specs[name].kind
-        if not (isinstance(layer, MultiLoRALinear) and adapter_kind(kind).is_plain):
+        if not (isinstance(layer, MultiLoRALinear | ParameterLayer) and adapter_kind(kind).is_plain):
             raise ValueError(
                 f"adapter {name!r}: layer {key}: only plain LoRA can be merged, and this adapter is of kind "
                 f"{kind!r}; save it and merge it with PEFT"
@@ -82,12 +92,13 @@ def _refuse_other_weights(model: nn.Module, name: str) -> None:
             )
 
 
-def _refuse_tied(model: nn.Module, layers: dict[str, MultiLoRALinear]) -> None:
+def _refuse_tied(model: nn.Module, layers: Mapping[str, AdapterLayer]) -> None:
     owners: dict[int, list[str]] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(key)
     for key, layer in layers.items():
-        others = [other for other in owners[id(layer.weight)] if other != f"{key}.weight"]
+        own = {id(parameter) for parameter in layer._parameters.values() if parameter is not None}
+        others = [other for one in own for other in owners[one] if other.rpartition(".")[0] != key]
         if others:
             raise ValueError(
                 f"layer {key}: its weight is tied to {', '.join(others)}, and merging would change both; "
@@ -101,9 +112,10 @@ def _plain_copy(model: nn.Module) -> nn.Module:
     for attribute in ("forward", "_original_forward", "peft_config", "_hf_peft_config_loaded"):
         copied.__dict__.pop(attribute, None)
     for key, module in list(copied.named_modules()):
-        if isinstance(module, MultiLoRALinear):
+        if isinstance(module, MultiLoRALinear | ParameterLayer):
             parent, _, child = key.rpartition(".")
-            setattr(copied.get_submodule(parent), child, _plain_layer(module))
+            plain = _plain_layer(module) if isinstance(module, MultiLoRALinear) else module.original
+            setattr(copied.get_submodule(parent), child, plain)
     for module in copied.modules():
         stayed = isinstance(vars(module).get("train"), StaysInEvaluation)
         for attributes in (vars(module), *(v for key, v in vars(module).items() if key.endswith("_hooks"))):

@@ -17,11 +17,14 @@ class PeftLayers:
     """PEFT's LoRA layers in a base model.
 
     Attributes:
-        layers: `peft.tuners.lora.Linear` by the name of the layer that it wraps.
+        layers: `peft.tuners.lora.Linear`, or the outermost `ParamWrapper`, by the name of the module that it
+            wraps.
+        every: the same, and the wrappers inside of others, whose names end in `.base_layer`.
         configs: of the adapters, by name.
     """
 
     layers: Mapping[str, Any]
+    every: Mapping[str, Any]
     configs: Mapping[str, Any]
 
     @classmethod
@@ -42,35 +45,42 @@ class PeftLayers:
             _check_kind(key, layer)
             _check_use(key, layer, configs)
             _check_parts(key, layer)
-        return cls(found, configs)
+        inner = {id(layer.base_layer) for layer in found.values()}
+        return cls({key: m for key, m in found.items() if id(m) not in inner}, found, configs)
 
     def bases(self) -> dict[str, nn.Module]:
         """Returns the wrapped layers by name."""
-        return {key: layer.base_layer for key, layer in self.layers.items()}
+        return {key: layer.get_base_layer() for key, layer in self.layers.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields A and B of all adapters."""
-        for layer in self.layers.values():
+        for layer in self.every.values():
             for bank in (layer.lora_A, layer.lora_B):
                 yield from bank.parameters()
 
     def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
-        """Returns an adapter's `lora_A [r, d_in]` and `lora_B [d_out, r]` by layer name."""
+        """Returns an adapter's `lora_A [r, d_in]` and `lora_B [d_out, r]` by PEFT's name of the layer."""
         return {
             key: {"lora_A": layer.lora_A[name].weight.data, "lora_B": layer.lora_B[name].weight.data}
-            for key, layer in self.layers.items()
+            for key, layer in self.every.items()
             if name in layer.lora_A
         }
 
     def scaling(self, name: str) -> dict[str, float]:
-        """Returns an adapter's scaling by layer name, including changes by `set_scale` and the like."""
-        return {key: layer.scaling[name] for key, layer in self.layers.items() if name in layer.lora_A}
+        """Returns an adapter's scaling by layer or parameter name, including changes by `set_scale`."""
+        found = {}
+        for key, layer in self.every.items():
+            parameter = parameter_of(layer)
+            whole = key if parameter is None else f"{plain_key(key)}.{parameter}"
+            if name in layer.lora_A:
+                found[whole] = layer.scaling[name]
+        return found
 
     def dropout(self, name: str, default: float) -> float:
         """Returns an adapter's dropout probability; raises ValueError if its layers have several."""
         found = {
             getattr(layer.lora_dropout[name], "p", 0.0)
-            for layer in self.layers.values()
+            for layer in self.every.values()
             if name in layer.lora_dropout
         }
         if len(found) > 1:
@@ -96,7 +106,7 @@ class PeftLayers:
         """
         if weight.requires_grad:
             return True
-        ours = [layer for layer in self.layers.values() if name in layer.lora_A]
+        ours = [layer for layer in self.every.values() if name in layer.lora_A]
         waits = not any(name in layer.active_adapters for layer in ours)
         frozen = not any(
             bank[name].weight.requires_grad for layer in ours for bank in (layer.lora_A, layer.lora_B)
@@ -106,11 +116,30 @@ class PeftLayers:
     def keep_dtype(self) -> bool:
         """Whether all adapters have the base's dtype; if not, a half-precision base keeps them in fp32."""
         return all(
-            bank[name].weight.dtype == layer.base_layer.weight.dtype
-            for layer in self.layers.values()
+            bank[name].weight.dtype == _base_weight(layer).dtype
+            for layer in self.every.values()
             for bank in (layer.lora_A, layer.lora_B)
             for name in bank
         )
+
+
+def plain_key(key: str) -> str:
+    """Returns the name of the module that a wrapper, perhaps inside of others, wraps."""
+    while key.endswith(".base_layer"):
+        key = key.removesuffix(".base_layer")
+    return key
+
+
+def parameter_of(layer: Any) -> str | None:
+    """Returns the name of the parameter that a PEFT layer adapts; None for a linear layer's weight."""
+    name: str | None = getattr(layer, "parameter_name", None)
+    return None if name == "weight" and isinstance(layer.get_base_layer(), nn.Linear) else name
+
+
+def _base_weight(layer: Any) -> Tensor:
+    base = layer.get_base_layer()
+    found: Tensor = getattr(base, getattr(layer, "parameter_name", None) or "weight")
+    return found
 
 
 def _dropping(layer: Any) -> set[bool]:
@@ -119,9 +148,9 @@ def _dropping(layer: Any) -> set[bool]:
 
 
 def _check_kind(key: str, layer: Any) -> None:
-    from peft.tuners.lora.layer import Linear
+    from peft.tuners.lora.layer import Linear, ParamWrapper
 
-    if type(layer) is not Linear or layer.lora_variant:
+    if type(layer) not in (Linear, ParamWrapper) or layer.lora_variant:
         kinds = [type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()]
         raise ValueError(
             f"layer {key}: expected plain LoRA on a linear layer (peft.tuners.lora.Linear), got "
@@ -167,7 +196,7 @@ def _check_parts(key: str, layer: Any) -> None:
     for bank in ("lora_A", "lora_B"):
         for name, module in getattr(layer, bank).items():
             check_layer(f"{key}.{bank}.{name}", module)
-            _check_weight(f"layer {key}.{bank}.{name}", module.weight, layer.base_layer.weight)
+            _check_weight(f"layer {key}.{bank}.{name}", module.weight, _base_weight(layer))
 
 
 def _check_weight(what: str, weight: nn.Parameter, base: Tensor) -> None:

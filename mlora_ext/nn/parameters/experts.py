@@ -20,8 +20,8 @@ _SETTINGS = ("num_experts", "has_gate", "has_bias", "is_transposed", "_apply_gat
 class MultiLoRAExperts(ParameterLayer):
     """Experts as Transformers 5 has them, `gate_up_proj [E, 2 I, D]` and `down_proj [E, D, I]`.
 
-    Expert e of adapter n computes with `W_e + scaling B_ne A_ne`, as PEFT's `target_parameters` does. Rows are
-    sorted by expert and adapter; each pair is a segment of the operator, so that launches do not grow with
+    Expert e of adapter n computes with `W_e + scaling B_ne A_ne`, as PEFT's `target_parameters` does. Rows
+    are sorted by expert and adapter; each pair is a segment of the operator, so launches do not grow with
     experts or adapters. Rows without an adapter take the same way; a batch without adapters takes the
     module's own.
     """

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from ...adapters.kind import LayerSpec, ParametersSpec, ParameterSpec
+from ...adapters.kind import LayerSpec, ParameterSpec, ParametersSpec
 from ...adapters.registry import adapter_kind
 from ...frozen.weight import FrozenWeight
 from ...ops.functional import scaling_dtype

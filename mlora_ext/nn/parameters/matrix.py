@@ -23,9 +23,9 @@ _CASTS = (Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tens
 class MultiLoRAMatrix(ParameterLayer):
     """Runs a module's own forward; where it multiplies rows with its matrix, adapters are added.
 
-    PEFT's `target_parameters` computes with `W + scaling B A`. Here `F.linear(x, W)` inside the module becomes
-    `x W^T + scaling_i x A_i^T B_i^T` for the rows of adapter i. A module that uses the matrix in another way is
-    refused when it runs.
+    PEFT's `target_parameters` computes with `W + scaling B A`. Here `F.linear(x, W)` inside the module
+    becomes `x W^T + scaling_i x A_i^T B_i^T` for the rows of adapter i. A module that uses the matrix in
+    another way is refused when it runs.
     """
 
     @classmethod
@@ -147,7 +147,6 @@ class AdaptedMatrix(Tensor):
         matrix = next(one for one in (*args, *kwargs.values()) if isinstance(one, cls))
         name = getattr(function, "__name__", str(function))
         raise ValueError(
-            f"layer {matrix.named}: adapters can be put on a matrix that its module only multiplies rows with "
-            f"(torch.nn.functional.linear), but the module calls {name} on it; remove it from "
-            "target_parameters"
+            f"layer {matrix.named}: adapters can be put on a matrix that its module only uses in "
+            f"torch.nn.functional.linear, but the module calls {name} on it; remove it from target_parameters"
         )

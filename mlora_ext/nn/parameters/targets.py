@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 _KINDS: tuple[type[ParameterLayer], ...] = (MultiLoRAExperts, MultiLoRAMatrix)
 
 
-def target_parameters(
-    config: LoraConfig, modules: Iterable[tuple[str, nn.Module]]
-) -> dict[str, list[str]]:
+def target_parameters(config: LoraConfig, modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:
     """Returns the names of targeted parameters of each module that has some, in the model's order.
 
     PEFT targets a parameter if its full name is given, or a last part of it after a dot.
@@ -64,7 +62,7 @@ def check_parameters(name: str, config: LoraConfig, key: str, module: nn.Module,
     if kind is MultiLoRAMatrix and len(names) > 1:
         raise ValueError(f"{what} and {names[1]}: one parameter of a {type(module).__name__} is supported")
     if kind is MultiLoRAMatrix and isinstance(module, kind) and module._parameter() != names[0]:
-        raise ValueError(f"{what}: other adapters sit on {key}.{module._parameter()}; name the same parameter")
+        raise ValueError(f"{what}: other adapters sit on {key}.{module._parameter()}; name that one")
 
 
 def is_weight(module: nn.Module, names: list[str]) -> bool:
