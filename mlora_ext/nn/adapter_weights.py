@@ -84,10 +84,10 @@ def _by_part(model: nn.Module, specs: Mapping[str, LayerSpec], layers: LayerWeig
     for key, spec in specs.items():
         if not isinstance(spec, ParametersSpec) or key not in layers:
             continue
-        places = {
-            part: f"{key}.{own}".removesuffix(".weight").rpartition(".")
-            for part, own in layer_kind(model.get_submodule(key)).peft_keys(spec).items()
-        }
+        keys = layer_kind(model.get_submodule(key)).peft_keys(spec)
+        if set(keys) <= set(layers[key]):
+            continue
+        places = {part: f"{key}.{own}".removesuffix(".weight").rpartition(".") for part, own in keys.items()}
         for layer in {layer for layer, _, _ in places.values()}:
             found.pop(layer, None)
         found[key] = {

@@ -15,7 +15,7 @@ from ..adapters.kind import LayerSpec, ParametersSpec
 from ..adapters.registry import kind_for
 from .adapter_layer import AdapterLayer
 from .linear import MultiLoRALinear
-from .parameters.targets import check_parameters, is_weight, target_parameters
+from .parameters.targets import check_parameters, in_order, is_weight, target_parameters
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -63,7 +63,7 @@ def _parameters_spec(
     config: LoraConfig, key: str, module: nn.Module, names: list[str], kind: str
 ) -> LayerSpec:
     """Returns the settings on a module's parameters; patterns see each parameter's full name, as in PEFT."""
-    specs = {name: _layer_spec(config, f"{key}.{name}", kind) for name in names}
+    specs = {name: _layer_spec(config, f"{key}.{name}", kind) for name in in_order(module, names)}
     return specs["weight"] if is_weight(module, names) else ParametersSpec.of(specs)
 
 

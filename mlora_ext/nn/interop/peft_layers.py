@@ -59,12 +59,15 @@ class PeftLayers:
                 yield from bank.parameters()
 
     def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
-        """Returns an adapter's `lora_A [r, d_in]` and `lora_B [d_out, r]` by PEFT's name of the layer."""
-        return {
-            key: {"lora_A": layer.lora_A[name].weight.data, "lora_B": layer.lora_B[name].weight.data}
-            for key, layer in self.every.items()
-            if name in layer.lora_A
-        }
+        """Returns an adapter's `lora_A [r, d_in]` and `lora_B [d_out, r]` by layer name and Parameter name."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, layer in self.every.items():
+            prefix = part_prefix(layer)
+            if name in layer.lora_A:
+                own = {"lora_A": layer.lora_A[name], "lora_B": layer.lora_B[name]}
+                parts = {f"{prefix}{part}": linear.weight.data for part, linear in own.items()}
+                found.setdefault(plain_key(key), {}).update(parts)
+        return found
 
     def scaling(self, name: str) -> dict[str, float]:
         """Returns an adapter's scaling by layer or parameter name, including changes by `set_scale`."""
@@ -134,6 +137,12 @@ def parameter_of(layer: Any) -> str | None:
     """Returns the name of the parameter that a PEFT layer adapts; None for a linear layer's weight."""
     name: str | None = getattr(layer, "parameter_name", None)
     return None if name == "weight" and isinstance(layer.get_base_layer(), nn.Linear) else name
+
+
+def part_prefix(layer: Any) -> str:
+    """Returns what stands before `lora_A` in the names of the Parameters that a PEFT layer becomes."""
+    parameter = parameter_of(layer)
+    return "" if parameter is None else f"{parameter}_"
 
 
 def _base_weight(layer: Any) -> Tensor:

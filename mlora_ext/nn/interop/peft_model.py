@@ -16,7 +16,7 @@ from ..add_remove import plan_adapter
 from ..convert import convert_model
 from ..unconverted_state import check_untouched, move_hooks
 from .existing_config import with_scaling, without_start
-from .peft_layers import PeftLayers, parameter_of, plain_key
+from .peft_layers import PeftLayers, part_prefix, plain_key
 
 if TYPE_CHECKING:
     from peft import LoraModel, PeftModel
@@ -128,8 +128,7 @@ def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
     """Takes frozen parameters, training mode and hooks over."""
     for key, theirs in layers.every.items():
         own: Any = model.get_submodule(plain_key(key))
-        parameter = parameter_of(theirs)
-        prefix = "" if parameter is None else f"{parameter}_"
+        prefix = part_prefix(theirs)
         for name in theirs.lora_A:
             for bank in ("lora_A", "lora_B"):
                 trains = layers.trains(name, getattr(theirs, bank)[name].weight)

@@ -31,10 +31,8 @@ class MultiLoRAExperts(ParameterLayer):
         return isinstance(module, cls) or is_experts(module)
 
     @classmethod
-    def refusal(cls, module: nn.Module, parameter: str) -> str | None:
-        if parameter in _projections(module):
-            return None
-        return f"adapters on experts sit on {' and '.join(_projections(module))}"
+    def candidates(cls, module: nn.Module) -> tuple[str, ...]:
+        return _projections(module)
 
     @classmethod
     def sizes(cls, module: nn.Module, parameter: str) -> tuple[int, int, int]:

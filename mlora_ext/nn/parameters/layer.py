@@ -49,7 +49,7 @@ class ParameterLayer(AdapterLayer):
         self.__dict__["original"] = module  # not a child: its tensors would have two names
         module.requires_grad_(False)
         self.tables: dict[str, HeldByNames] = {}
-        self.frozen = self.frozen_parameter(next(iter(module._parameters)))
+        self.frozen = self.frozen_parameter(self.candidates(module)[0])
 
     def __getattr__(self, name: str) -> Any:
         """Finds settings of the base's module, such as `num_experts`, which the model's code may read."""
@@ -70,8 +70,11 @@ class ParameterLayer(AdapterLayer):
         return cls(module, router=router, name=name, index=index, autocast=autocast)
 
     @classmethod
-    def refusal(cls, module: nn.Module, parameter: str) -> str | None:
-        """Returns why adapters cannot be put on a parameter of a module that this class serves, or None."""
+    def candidates(cls, module: nn.Module) -> tuple[str, ...]:
+        """Returns the parameters that adapters can be put on, in the order in which the class defines them.
+
+        PEFT nests its wrappers in this order. It reorders the parameters themselves when it runs a model.
+        """
         raise NotImplementedError
 
     @classmethod

@@ -34,8 +34,8 @@ class MultiLoRAMatrix(ParameterLayer):
         return isinstance(module, cls) or (own and not isinstance(module, nn.Linear | nn.Embedding))
 
     @classmethod
-    def refusal(cls, module: nn.Module, parameter: str) -> str | None:
-        return None if getattr(module, parameter).dim() == 2 else "only matrices can have adapters there"
+    def candidates(cls, module: nn.Module) -> tuple[str, ...]:
+        return tuple(name for name, one in module.named_parameters(recurse=False) if one.dim() == 2)
 
     @classmethod
     def sizes(cls, module: nn.Module, parameter: str) -> tuple[int, int, int]:

@@ -38,6 +38,12 @@ def target_parameters(config: LoraConfig, modules: Iterable[tuple[str, nn.Module
     return found
 
 
+def in_order(module: nn.Module, names: list[str]) -> list[str]:
+    """Returns the names of targeted parameters in the order in which PEFT wraps them in a new model."""
+    kind = next((one for one in _KINDS if one.serves(module)), None)
+    return names if kind is None else [one for one in kind.candidates(module) if one in names]
+
+
 def check_parameters(name: str, config: LoraConfig, key: str, module: nn.Module, names: list[str]) -> None:
     """Raises ValueError for targeted parameters of a module that cannot have adapters."""
     what = f"adapter {name!r}: target_parameters: {key}.{names[0]}"
@@ -52,13 +58,13 @@ def check_parameters(name: str, config: LoraConfig, key: str, module: nn.Module,
     kind = next((one for one in _KINDS if one.serves(module)), None)
     if kind is None:
         raise ValueError(f"{what} belongs to a {type(module).__name__}, which is not supported")
-    for parameter in names:
-        reason = kind.refusal(module, parameter)
-        if reason is not None:
-            raise ValueError(
-                f"adapter {name!r}: target_parameters: {key}.{parameter} of a {type(module).__name__} is not "
-                f"supported: {reason}"
-            )
+    able = kind.candidates(module)
+    others = [parameter for parameter in names if parameter not in able]
+    if others:
+        raise ValueError(
+            f"adapter {name!r}: target_parameters: {key}.{others[0]} is not supported; in a "
+            f"{type(module).__name__} adapters can be put on {' and '.join(able)}"
+        )
     if kind is MultiLoRAMatrix and len(names) > 1:
         raise ValueError(f"{what} and {names[1]}: one parameter of a {type(module).__name__} is supported")
     if kind is MultiLoRAMatrix and isinstance(module, kind) and module._parameter() != names[0]:
