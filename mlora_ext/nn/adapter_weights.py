@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..adapters.kind import LayerSpec, ParametersSpec
+from ..adapters.kind import LayerSpec
 from .adapter_layer import AdapterLayer
 from .layer_kinds import layer_kind
 from .routing.router import router_of
@@ -82,7 +82,7 @@ def _by_part(model: nn.Module, specs: Mapping[str, LayerSpec], layers: LayerWeig
     """Returns weights by the names that they have here; PEFT wraps a module once per targeted parameter."""
     found = dict(layers)
     for key, spec in specs.items():
-        if not isinstance(spec, ParametersSpec) or key not in layers:
+        if not spec.parameters or key not in layers:
             continue
         keys = layer_kind(model.get_submodule(key)).peft_keys(spec)
         if set(keys) <= set(layers[key]):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..adapters.kind import LayerSpec, ParametersSpec
+from ..adapters.kind import LayerSpec
 from ..adapters.registry import kind_for
 from .adapter_layer import AdapterLayer
 from .linear import MultiLoRALinear
@@ -64,7 +64,7 @@ def _parameters_spec(
 ) -> LayerSpec:
     """Returns the settings on a module's parameters; patterns see each parameter's full name, as in PEFT."""
     specs = {name: _layer_spec(config, f"{key}.{name}", kind) for name in in_order(module, names)}
-    return specs["weight"] if is_weight(module, names) else ParametersSpec.of(specs)
+    return specs["weight"] if is_weight(module, names) else LayerSpec.of_parameters(specs)
 
 
 def _check_target(model: nn.Module, name: str, config: LoraConfig, key: str, module: nn.Module) -> None:

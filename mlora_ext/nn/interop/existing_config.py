@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...adapters.kind import LayerSpec, ParametersSpec
+from ...adapters.kind import one_by_one
 from ...adapters.lora_config import START_VALUES, init_kind
 from ..targets import target_layers
 
@@ -56,14 +56,3 @@ def with_scaling(model: nn.Module, name: str, config: LoraConfig, scaling: Mappi
         if alphas[key] != config.lora_alpha
     }
     return config
-
-
-def one_by_one(plan: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
-    """Returns an adapter's settings by the name of each layer, and of each parameter that it sits on."""
-    found: dict[str, LayerSpec] = {}
-    for key, spec in plan.items():
-        if isinstance(spec, ParametersSpec):
-            found |= {f"{key}.{parameter}": own for parameter, own in spec.parameters}
-        else:
-            found[key] = spec
-    return found

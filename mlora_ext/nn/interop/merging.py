@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...adapters.kind import one_by_one
 from ...adapters.registry import adapter_kind
 from ..active_adapters import one_adapter
 from ..adapter_layer import AdapterLayer
@@ -16,7 +17,6 @@ from ..adapter_weights import adapter_layers
 from ..batch_statistics import StaysInEvaluation
 from ..linear import MultiLoRALinear
 from ..parameters.layer import ParameterLayer
-from .existing_config import one_by_one
 from .peft_folder import adapter_config
 from .peft_layers import parameter_of
 

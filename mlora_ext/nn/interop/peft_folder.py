@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...adapters.kind import LayerSpec
+from ...adapters.kind import LayerSpec, one_by_one
 from ...adapters.registry import parameter_names
 from ..adapter_weights import adapter_layers, check_weights, write_weights
 from ..add_remove import add_adapter, plan_adapter
 from ..routing.router import router_of
 from ..targets import portable_targets
 from .embeddings import resized_embeddings
-from .existing_config import one_by_one, without_start
+from .existing_config import without_start
 
 if TYPE_CHECKING:
     from peft import LoraConfig

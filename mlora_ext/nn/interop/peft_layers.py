@@ -59,7 +59,7 @@ class PeftLayers:
                 yield from bank.parameters()
 
     def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
-        """Returns an adapter's `lora_A [r, d_in]` and `lora_B [d_out, r]` by layer name and Parameter name."""
+        """Returns an adapter's weights by layer name and the name of their Parameter in a converted model."""
         found: dict[str, dict[str, Tensor]] = {}
         for key, layer in self.every.items():
             prefix = part_prefix(layer)

@@ -119,7 +119,7 @@ class MultiLoRAExperts(ParameterLayer):
         return rows.segments(pairs), active.keep((experts, *values), repeated)
 
     def _scaling(self, name: str, parameter: str) -> float | None:
-        own = dict(self.specs[name].parameters).get(parameter)  # type: ignore[attr-defined]
+        own = dict(self.specs[name].parameters).get(parameter)
         return None if own is None else own.scaling
 
     def _held(self, parameter: str, names: tuple[str, ...]) -> HeldAdapters | None:

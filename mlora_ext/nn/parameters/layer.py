@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from ...adapters.kind import LayerSpec, ParameterSpec, ParametersSpec
+from ...adapters.kind import LayerSpec, ParameterSpec
 from ...adapters.registry import adapter_kind
 from ...frozen.weight import FrozenWeight
 from ...ops.functional import scaling_dtype
@@ -90,7 +90,7 @@ class ParameterLayer(AdapterLayer):
     def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:
         return {
             f"{parameter}_{part}": shape
-            for parameter, own in _of_parameters(spec)
+            for parameter, own in spec.parameters
             for part, shape in cls._shapes_of(module, parameter, own).items()
         }
 
@@ -102,7 +102,7 @@ class ParameterLayer(AdapterLayer):
     @classmethod
     def peft_keys(cls, spec: LayerSpec) -> dict[str, str]:
         """PEFT wraps a module once for each parameter; the wrapper of the last one is the outermost."""
-        kind, parameters = adapter_kind(spec.kind), _of_parameters(spec)
+        kind, parameters = adapter_kind(spec.kind), spec.parameters
         return {
             f"{parameter}_{part}": "base_layer." * (len(parameters) - 1 - place) + kind.peft_key(part)
             for place, (parameter, _) in enumerate(parameters)
@@ -111,7 +111,7 @@ class ParameterLayer(AdapterLayer):
 
     def put(self, name: str, config: Any, spec: LayerSpec, seed: int) -> None:
         self.specs[name] = spec
-        for parameter, own in _of_parameters(spec):
+        for parameter, own in spec.parameters:
             shapes = self._shapes_of(self, parameter, own)
             matrices = {
                 part: self.bank(f"{parameter}_{part}", shape).add(name, shape.rows)
@@ -147,12 +147,7 @@ class ParameterLayer(AdapterLayer):
 
     def extra_repr(self) -> str:
         adapters = ", ".join(
-            f"{name}: {', '.join(f'{parameter} r={own.rank}' for parameter, own in _of_parameters(spec))}"
+            f"{name}: {', '.join(f'{parameter} r={own.rank}' for parameter, own in spec.parameters)}"
             for name, spec in self.specs.items()
         )
         return f"of={type(self.original).__name__}, adapters=({adapters})"
-
-
-def _of_parameters(spec: LayerSpec) -> tuple[tuple[str, LayerSpec], ...]:
-    assert isinstance(spec, ParametersSpec)
-    return spec.parameters

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...adapters.kind import ParametersSpec
 from ...frozen.linear import frozen_linear
 from ...frozen.plain import PlainWeight
 from ...ops.functional import lora_linear_held, lora_linear_rows
@@ -63,9 +62,7 @@ class MultiLoRAMatrix(ParameterLayer):
 
     def _parameter(self) -> str:
         """Returns the only parameter that adapters sit on; targets that name another one are refused."""
-        spec = next(iter(self.specs.values()))
-        assert isinstance(spec, ParametersSpec)
-        return spec.parameters[0][0]
+        return next(iter(self.specs.values())).parameters[0][0]
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Returns `x Wᵀ` with the adapters; `weight` may be cast to another dtype."""

@@ -10,7 +10,7 @@ import copy
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,10 @@ from mlora.optim.registry import optimizer_kind
 from mlora.pipeline.message import Message, MessageType
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
-from mlora_ext.adapters.kind import LayerSpec
-from mlora_ext.adapters.registry import adapter_kind
+from mlora_ext.adapters.kind import LayerSpec, one_by_one
 from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
+from mlora_ext.nn.layer_kinds import layer_kind
 from mlora_ext.nn.targets import target_layers
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class States:
     Attributes:
         weights: rounded up to whole pages of the layers' banks.
         update: what the optimizer takes during an update and then gives back.
-        ranks: the rank of each adapted layer.
+        ranks: the rank of each adapted layer or parameter.
     """
 
     weights: int
@@ -92,13 +92,13 @@ class DryStage:
         specs = self._specs(lora)
         shapes, pages = [], []
         for name, spec in specs.items():
-            layer: Any = self._model.get_submodule(name)
-            parts = adapter_kind(spec.kind).parameters(spec.rank, layer.in_features, layer.out_features)
+            layer = self._model.get_submodule(name)
+            parts = layer_kind(layer).shapes(layer, spec)
             shapes += [part.shape for part in parts.values()]
             pages += [(max(part.rows, PAGE_ROWS), part.width) for part in parts.values()]
         kind = optimizer_kind(optim.optim)
         moments, update = kind.state_bytes(shapes), kind.step_bytes(shapes)
-        ranks = tuple((name, spec.rank) for name, spec in sorted(specs.items()))
+        ranks = tuple((name, spec.rank) for name, spec in sorted(one_by_one(specs).items()))
         return States(4 * elements(pages), 4 * elements(shapes), moments, update, ranks)
 
     def activations(
