@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from ...frozen.experts import ExpertsWeight, Groups
 from ...frozen.linear import frozen_linear
@@ -64,9 +65,10 @@ class MultiLoRAExperts(ParameterLayer):
             self.router.observer.see(self.name, hidden_states)
         elif self.group.adapters:
             active, place, batch = self.router.tensors_for(self, hidden_states)
-            if active.names and place is None:
+            mixes = bool(active.names) or isinstance(hidden_states, FakeTensor)  # its own loop takes numbers
+            if mixes and place is None:
                 return self._with_adapters(*given, active)
-            if active.names and place is not None:
+            if mixes and place is not None:
                 first = [place.samples_first(one, batch) for one in given]
                 x, index, weights = (one.reshape(-1, one.shape[-1]) for one in first)
                 return place.as_before(self._with_adapters(x, index, weights, active).view(first[0].shape))
