@@ -24,12 +24,33 @@ class LayerSpec:
         scaling: `alpha / r`, or `alpha / sqrt(r)`.
         dropout: probability, on the input of the low-rank part.
         kind: the kind's name in the registry.
+        parameters: for targets on parameters of a module (`target_parameters`), the settings of each by name;
+            then `rank` is their sum, and `scaling` that of the first.
     """
 
     rank: int
     scaling: float
     dropout: float
     kind: str = "lora"
+    parameters: tuple[tuple[str, LayerSpec], ...] = ()
+
+    @classmethod
+    def of_parameters(cls, parameters: Mapping[str, LayerSpec]) -> LayerSpec:
+        """Returns the settings on these parameters of one module."""
+        first = next(iter(parameters.values()))
+        rank = sum(spec.rank for spec in parameters.values())
+        return cls(rank, first.scaling, 0.0, first.kind, tuple(parameters.items()))
+
+
+def one_by_one(plan: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
+    """Returns an adapter's settings by the name of each layer, and of each parameter that it sits on."""
+    found: dict[str, LayerSpec] = {}
+    for key, spec in plan.items():
+        if spec.parameters:
+            found |= {f"{key}.{parameter}": own for parameter, own in spec.parameters}
+        else:
+            found[key] = spec
+    return found
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class Lora(AdapterKind):
         with torch.no_grad():
             a.copy_(values)
             if how is False:
-                bound = 1 / math.sqrt(spec.rank)
+                bound = 1 / math.sqrt(b.shape[1])
                 values = torch.empty(b.shape, dtype=torch.float32, device="cpu")
                 b.copy_(values.uniform_(-bound, bound, generator=generator))
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _HONOURED = {
     "r",
     "target_modules",
+    "target_parameters",
     "exclude_modules",
     "lora_alpha",
     "lora_dropout",
@@ -210,6 +211,9 @@ def _check_selection(name: str, config: LoraConfig) -> None:
             re.compile(value if isinstance(value, str) else "")
         except re.error as error:
             raise ValueError(f"adapter {name!r}: {field}: {value!r} is not a pattern: {error}") from error
+    names = config.target_parameters or []
+    if isinstance(names, str) or not all(isinstance(item, str) and item for item in names):
+        raise ValueError(f"adapter {name!r}: target_parameters: expected a list of names, got {names!r}")
     value = config.layers_to_transform
     layers = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if not all(type(item) is int for item in layers):

@@ -22,7 +22,7 @@ _captured: list[Tensor] = []
 """Tables whose addresses stand in captured CUDA graphs; nobody tells when a graph goes."""
 _Place = tuple[int, int, int, int, int]
 _Addresses = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]
-_Shapes = tuple[tuple[torch.Size, tuple[int, int], int], ...]
+GradientShapes = tuple[tuple[torch.Size, tuple[int, int], int], ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -51,7 +51,7 @@ class Factors:
     rows_dense: bool
     alignment: int
     aligned: bool
-    shapes: _Shapes
+    shapes: GradientShapes
     into: Sequence[Tensor] | None = None
     add: bool = False
 
@@ -117,7 +117,7 @@ def _addresses(matrices: Sequence[Tensor]) -> _Addresses:
 @lru_cache(maxsize=_KEPT)
 def _described(
     addresses: _Addresses, existing: _Addresses | None, transposed: bool, size: int, device: torch.device
-) -> tuple[Tensor, int, int, bool, int, bool, _Shapes]:
+) -> tuple[Tensor, int, int, bool, int, bool, GradientShapes]:
     """Returns the fields of `Factors` that follow `matrices`."""
     rank_dim = 1 if transposed else 0
     key = _places(addresses, rank_dim, size)
@@ -150,7 +150,7 @@ def _table(
     existing: tuple[_Place, ...] | None,
     transposed: bool,
     device: torch.device,
-) -> tuple[Tensor, bool, int, _Shapes]:
+) -> tuple[Tensor, bool, int, GradientShapes]:
     rows, shapes, place = [], [], 0
     for index, (offset, rank, rank_stride, column_stride, width) in enumerate(key):
         shape = torch.Size((width, rank) if transposed else (rank, width))

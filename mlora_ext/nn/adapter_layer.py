@@ -137,9 +137,11 @@ class AdapterLayer(nn.Module):
         """Returns a Parameter's key in this layer's state dict."""
         return f"{part}.{name}.weight"
 
-    def peft_key(self, name: str, part: str) -> str:
-        """Returns the part of a Parameter's key in PEFT's files that follows the layer's name."""
-        return adapter_kind(self.specs[name].kind).peft_key(part)
+    @classmethod
+    def peft_keys(cls, spec: LayerSpec) -> dict[str, str]:
+        """Returns, by Parameter name, the part of its key in PEFT's files that follows the layer's name."""
+        kind = adapter_kind(spec.kind)
+        return {part: kind.peft_key(part) for part in kind.parameter_names}
 
     @property
     def scaling(self) -> Mapping[str, float]:

@@ -130,21 +130,26 @@ def convert_layers(
 def _wanted(
     model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool
 ) -> list[tuple[int, str, nn.Module]]:
-    """Returns index, name and module of the targeted linear layers, or of all but the output head."""
+    """Returns index, name and module of the targets, with `every` of all linear layers but the head, too.
+
+    Indices count linear layers; other layers, which drop nothing, have none.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    targets = {key for plan in plans.values() for key in plan}
-    return [
+    targets = {key: None for plan in plans.values() for key in plan}
+    linear = linear_layers(model)
+    found = [
         (index, key, module)
-        for index, (key, module) in enumerate(linear_layers(model).items())
+        for index, (key, module) in enumerate(linear.items())
         if key in targets or (every and module is not head)
     ]
+    return found + [(-1, key, model.get_submodule(key)) for key in targets if key not in linear]
 
 
 def refuse_state(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False) -> None:
     """Raises ValueError, before any change, for a layer with state that conversion would lose."""
     for _, key, module in _wanted(model, plans, every):
         if not isinstance(module, AdapterLayer):
-            check_layer(key, module)
+            check_layer(key, module, own_parts=not MultiLoRALinear.serves(module))
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

@@ -6,8 +6,10 @@ from torch import nn
 
 from .adapter_layer import AdapterLayer
 from .linear import MultiLoRALinear
+from .parameters.experts import MultiLoRAExperts
+from .parameters.matrix import MultiLoRAMatrix
 
-LAYER_KINDS: tuple[type[AdapterLayer], ...] = (MultiLoRALinear,)
+LAYER_KINDS: tuple[type[AdapterLayer], ...] = (MultiLoRALinear, MultiLoRAExperts, MultiLoRAMatrix)
 
 
 def layer_kind(module: nn.Module) -> type[AdapterLayer]:

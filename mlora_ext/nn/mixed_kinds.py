@@ -120,8 +120,8 @@ def _operator(
 def _moved(v: Tensor, scales: Tensor | None, shifts: Tensor | None, active: RouteTensors) -> Tensor:
     """Returns `v` with each row's scale and shift."""
     if scales is not None:
-        return scaled_rows(v, scales, shifts, _owners(active))
-    return v if shifts is None else shifted_rows(v, shifts, _owners(active))
+        return scaled_rows(v, scales, shifts, active.owners())
+    return v if shifts is None else shifted_rows(v, shifts, active.owners())
 
 
 def _scales_and_shifts(
@@ -136,15 +136,6 @@ def _scales_and_shifts(
         unscaled = (1 - scales) * bias
         shifts = unscaled if shifts is None else shifts + unscaled
     return scales, shifts
-
-
-def _owners(active: RouteTensors) -> Tensor:
-    if torch.compiler.is_compiling():
-        return active.owners()
-    if "owners" not in active.kept:
-        active.kept["owners"] = active.owners()
-    found: Tensor = active.kept["owners"]
-    return found
 
 
 def _scales(layer: MixedLayer, kinds: Mapping[str, AdapterKind]) -> Tensor | None:
@@ -236,13 +227,10 @@ def _part_of(active: RouteTensors, drops: tuple[int, ...]) -> _Part | None:
     """Returns the rows of adapters at these places; None if they have none."""
     if torch.compiler.is_compiling():
         return _all_rows(active, drops)
-    if drops not in active.kept:
-        active.kept[drops] = _made_part(active, drops)
-    found: _Part | None = active.kept[drops]
+    found: _Part | None = active.keep(drops, lambda: _made_part(active, drops))
     return found
 
 
-@torch.inference_mode(False)  # kept
 def _made_part(active: RouteTensors, drops: tuple[int, ...]) -> _Part | None:
     assert active.dropout_p is not None
     spans = sorted(row for row in rows_of(active.segments) if row[2] in drops and row[1] > row[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import math
@@ -16,6 +15,7 @@ from ..adapters.kind import LayerSpec
 from ..adapters.registry import kind_for
 from .adapter_layer import AdapterLayer
 from .linear import MultiLoRALinear
+from .parameters.targets import check_parameters, in_order, is_weight, target_parameters
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -33,15 +33,38 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
     Raises ValueError if nothing matches, or a match is not a linear layer.
     """
     resolved, kind = _resolve(model, name, config), kind_for(name, config).name
+    parameters = target_parameters(resolved, _base_modules(model))
     layers = {}
     for key, module in _base_modules(model):
-        if not matches(resolved, key):
-            continue
-        _check_target(model, name, resolved, key, module)
-        layers[key] = _layer_spec(resolved, key, kind)
+        targeted = matches(resolved, key)
+        if targeted:
+            _check_target(model, name, resolved, key, module)
+            layers[key] = _layer_spec(resolved, key, kind)
+        if key in parameters:
+            _refuse_both(name, key, targeted)
+            check_parameters(name, resolved, key, module, parameters[key])
+            layers[key] = _parameters_spec(resolved, key, module, parameters[key], kind)
+    if config.target_parameters and not parameters:
+        wanted = sorted(config.target_parameters)
+        raise ValueError(f"adapter {name!r}: target_parameters={wanted!r} match no parameter of this model")
     if not layers:
         raise ValueError(f"adapter {name!r}: {_no_match(model, config)}")
     return layers
+
+
+def _refuse_both(name: str, key: str, targeted: bool) -> None:
+    if targeted:
+        raise ValueError(
+            f"adapter {name!r}: {key} is in target_modules and its weight in target_parameters; keep one"
+        )
+
+
+def _parameters_spec(
+    config: LoraConfig, key: str, module: nn.Module, names: list[str], kind: str
+) -> LayerSpec:
+    """Returns the settings on a module's parameters; patterns see each parameter's full name, as in PEFT."""
+    specs = {name: _layer_spec(config, f"{key}.{name}", kind) for name in in_order(module, names)}
+    return specs["weight"] if is_weight(module, names) else LayerSpec.of_parameters(specs)
 
 
 def _check_target(model: nn.Module, name: str, config: LoraConfig, key: str, module: nn.Module) -> None:
@@ -103,10 +126,13 @@ def _resolve(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
 
     config = _translated(model, name, config)
-    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+    if _is_all_linear(config):
         config.target_modules = sorted(_all_linear(model, config))
     if config.target_modules is None:
         kind = getattr(getattr(model, "config", None), "model_type", None)
+        if kind not in DEFAULT_TARGETS and config.target_parameters:
+            config.target_modules = []
+            return config
         if kind not in DEFAULT_TARGETS:
             raise ValueError(
                 f"adapter {name!r}: target_modules: expected names, a regular expression or 'all-linear': "
@@ -128,40 +154,20 @@ def _translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
         return translated
     try:
         convert_peft_config_for_transformers(translated, base, get_model_conversion_mapping(base))
+        if _is_all_linear(config) and not _is_all_linear(translated):
+            # PEFT names the layers here; it does not know those that are converted
+            hidden = copy.deepcopy(config)
+            hidden.target_modules = [key.rpartition(".")[2] for key in _converted_linear(model)]
+            convert_peft_config_for_transformers(hidden, base, get_model_conversion_mapping(base))
+            both = [*(translated.target_modules or ()), *(hidden.target_modules or ())]
+            translated.target_modules = sorted(set(both))
     except ValueError as error:
-        raise ValueError(
-            f"adapter {name!r}: target_modules: {str(error).rstrip('.')}; adapters on experts are not "
-            f"supported. {_outside_experts(model, translated)}"
-        ) from error
-    if translated.target_parameters:
-        raise ValueError(
-            f"adapter {name!r}: target_modules={config.target_modules!r}: PEFT puts it on parameters of the "
-            f"model's experts ({', '.join(sorted(translated.target_parameters))}), which is not supported. "
-            f"{_outside_experts(model, translated)}"
-        )
+        raise ValueError(f"adapter {name!r}: target_modules: {str(error).rstrip('.')}") from error
     return translated
 
 
-def _outside_experts(model: nn.Module, config: LoraConfig) -> str:
-    """Returns a hint at targets that work: those of the wanted layers that do, or else all that do."""
-    from peft.utils.transformers_weight_conversion import (
-        convert_peft_config_for_transformers,
-        get_model_conversion_mapping,
-    )
-
-    head, base = getattr(model, "get_output_embeddings", lambda: None)(), cast("PreTrainedModel", model)
-    linear = {key.rpartition(".")[2] for key, one in linear_layers(model).items() if one is not head}
-    works = []
-    for short in sorted(linear, key=_linear_names(model).index):
-        alone = copy.deepcopy(config)
-        alone.target_modules, alone.target_parameters = [short], None
-        with contextlib.suppress(ValueError):  # PEFT: names of a fused layer must be given together
-            convert_peft_config_for_transformers(alone, base, get_model_conversion_mapping(base))
-            works += [] if alone.target_parameters else [short]
-    wanted = [short for short in works if short in (config.target_modules or ())]
-    if not works:
-        return "This model has no linear layers outside of its experts"
-    return f"Name layers outside of the experts: target_modules={wanted or works}"
+def _is_all_linear(config: LoraConfig) -> bool:
+    return isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear"
 
 
 def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
@@ -169,8 +175,13 @@ def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     expanded: Any = _maybe_include_all_linear_layers(copy.deepcopy(config), model)
+    return set(expanded.target_modules) | _converted_linear(model)
+
+
+def _converted_linear(model: nn.Module) -> set[str]:
+    """Returns the names of converted linear layers except the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    return set(expanded.target_modules) | {
+    return {
         key
         for key, module in model.named_modules()
         if isinstance(module, MultiLoRALinear) and module is not head
@@ -209,8 +220,20 @@ def _linear_names(model: nn.Module) -> list[str]:
 def portable_targets(model: nn.Module, config: LoraConfig, layers: list[str]) -> dict[str, Any]:
     """Returns fields of a LoraConfig by which PEFT finds exactly these layers in the base model.
 
-    Uses the last parts of the layers' names if they suffice, as people write them, else full names.
+    Uses the last parts of the layers' names if they suffice, as people write them, else full names. Targets
+    on parameters are those that PEFT translates the config's to.
     """
+    resolved = _resolve(model, "", config)
+    if not resolved.target_parameters:
+        return _portable_modules(model, config, layers)
+    modules = [key for key in layers if matches(resolved, key)]
+    fields = _portable_modules(model, resolved, modules) if modules else {"target_modules": []}
+    names = ("rank_pattern", "alpha_pattern")
+    parameters = {"target_parameters": sorted(resolved.target_parameters)}
+    return fields | parameters | {name: getattr(resolved, name) for name in names}
+
+
+def _portable_modules(model: nn.Module, config: LoraConfig, layers: list[str]) -> dict[str, Any]:
     wanted = set(layers)
     keys = [key for key, _ in _base_modules(model)]
     short = sorted({key.rpartition(".")[2] for key in layers})

@@ -24,8 +24,11 @@ _OF_BITSANDBYTES = frozenset({"_load_state_dict_pre_hooks"})
 """Hooks that bitsandbytes puts on each of its layers."""
 
 
-def check_layer(key: str, module: nn.Module) -> None:
-    """Raises ValueError for a linear layer with anything that the converted layer would not have."""
+def check_layer(key: str, module: nn.Module, own_parts: bool = False) -> None:
+    """Raises ValueError for a layer with anything that the converted layer would not have.
+
+    `own_parts`: it may have other parts than weight and bias, since the converted layer keeps it.
+    """
     if hasattr(module, "_hf_hook"):
         raise ValueError(
             f"layer {key}: is offloaded by accelerate; load the model without device_map offloading"
@@ -33,7 +36,7 @@ def check_layer(key: str, module: nn.Module) -> None:
     check_untouched(f"layer {key}", module, _OF_BITSANDBYTES if is_bitsandbytes(module) else ())
     parts = (*module._parameters, *module._buffers, *module._modules)
     others = [name for name in parts if name not in ("weight", "bias")]
-    if others:
+    if others and not own_parts:
         raise ValueError(
             f"layer {key}: has {', '.join(others)} beside weight and bias, as after pruning, weight_norm or "
             "parametrizations; make the weight a plain parameter (remove_parametrizations, prune.remove, "

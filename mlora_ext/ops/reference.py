@@ -32,20 +32,37 @@ def lora_linear(
 
     Arguments: `mlora_ext::lora_linear` in docs/design.md.
     """
+    plan = segments, scaling, dropout_p, dropout_rng, layer
+    delta, shrunk = low_rank(x, weight.shape[0], lora_a, lora_b, *plan)
+    return F.linear(x, weight, bias) + delta, shrunk
+
+
+def low_rank(
+    x: torch.Tensor,
+    d_out: int,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
+    segments: torch.Tensor,
+    scaling: torch.Tensor,
+    dropout_p: torch.Tensor | None = None,
+    dropout_rng: torch.Tensor | None = None,
+    layer: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `s B^T [T, O]` and `s = scaling * drop(x) A^T`, both differentiable."""
     max_rank = max((a.shape[0] for a in lora_a), default=0)
     deltas, shrunk = [], []
     end = 0
     for begin, stop, adapter, mask in _parts(x, segments, scaling, dropout_p, dropout_rng, layer):
-        deltas.append(x.new_zeros(begin - end, weight.shape[0]))
+        deltas.append(x.new_zeros(begin - end, d_out))
         shrunk.append(x.new_zeros(begin - end, max_rank))
         a_RD, b_OR = lora_a[adapter].to(x.dtype), lora_b[adapter].to(x.dtype)
         s_TR = (_drop(x[begin:stop], mask) @ a_RD.t()) * scaling[adapter].to(x.dtype)
         deltas.append(s_TR @ b_OR.t())
         shrunk.append(F.pad(s_TR, (0, max_rank - s_TR.shape[1])))
         end = stop
-    deltas.append(x.new_zeros(x.shape[0] - end, weight.shape[0]))
+    deltas.append(x.new_zeros(x.shape[0] - end, d_out))
     shrunk.append(x.new_zeros(x.shape[0] - end, max_rank))
-    return F.linear(x, weight, bias) + torch.cat(deltas), torch.cat(shrunk)
+    return torch.cat(deltas), torch.cat(shrunk)
 
 
 def lora_linear_backward(

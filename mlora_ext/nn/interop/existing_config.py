@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ...adapters.kind import one_by_one
 from ...adapters.lora_config import NEEDS_DATA, START_VALUES, changes_base, init_kind
 from ..targets import target_layers
 
@@ -46,9 +47,9 @@ def refuse_changed_base(where: str, config: LoraConfig) -> None:
 def with_scaling(model: nn.Module, name: str, config: LoraConfig, scaling: Mapping[str, float]) -> LoraConfig:
     """Returns a copy whose `lora_alpha` and `alpha_pattern` give these scalings; PEFT folders hold them.
 
-    `scaling` is by layer name; the adapter's other layers keep theirs.
+    `scaling` is by name of the layer, or of the parameter; the adapter's other layers keep theirs.
     """
-    plan = target_layers(model, name, config)
+    plan = one_by_one(target_layers(model, name, config))
     if all(scaling.get(key, spec.scaling) == spec.scaling for key, spec in plan.items()):
         return config
     alphas = {

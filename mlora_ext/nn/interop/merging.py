@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...adapters.kind import one_by_one
 from ...adapters.registry import adapter_kind
 from ...frozen.plain import PlainWeight
 from ..active_adapters import one_adapter
+from ..adapter_layer import AdapterLayer
 from ..adapter_weights import adapter_layers
 from ..batch_statistics import StaysInEvaluation
 from ..linear import MultiLoRALinear
+from ..parameters.layer import ParameterLayer
 from .peft_folder import adapter_config
+from .peft_layers import parameter_of
 
 
 def merge_and_unload(
@@ -50,31 +55,35 @@ def merge_and_unload(
     _refuse_tied(model, layers)
     config = adapter_config(model, name)
     config.init_lora_weights = True
-    config.fan_in_fan_out = all(layer.fan_in_fan_out for layer in layers.values())
+    linear = [layer for layer in layers.values() if isinstance(layer, MultiLoRALinear)]
+    config.fan_in_fan_out = bool(linear) and all(layer.fan_in_fan_out for layer in linear)
     tuner: Any = LoraModel(_plain_copy(model), config, name, low_cpu_mem_usage=True)
+    scalings = one_by_one({key: layer.specs[name] for key, layer in layers.items()})
     for key, layer in layers.items():
-        theirs = tuner.model.get_submodule(key)
-        theirs.scaling[name] = layer.specs[name].scaling
         own = {part: parameter.detach().clone() for part, parameter in layer.parameters_of(name).items()}
-        kind = adapter_kind(layer.specs[name].kind)
-        for part, values in kind.exported(own).items():
-            modules, attribute = kind.peft_place(part)
-            setattr(getattr(theirs, modules)[name], attribute, nn.Parameter(values, requires_grad=False))
+        keys = layer.peft_keys(layer.specs[name])
+        for part, values in adapter_kind(layer.specs[name].kind).exported(own).items():
+            attribute = "bias" if keys[part].endswith(".bias") else "weight"
+            path, _, bank = f"{key}.{keys[part].removesuffix(f'.{attribute}')}".rpartition(".")
+            theirs = tuner.model.get_submodule(path)
+            parameter = parameter_of(theirs)
+            theirs.scaling[name] = scalings[key if parameter is None else f"{key}.{parameter}"].scaling
+            setattr(getattr(theirs, bank)[name], attribute, nn.Parameter(values, requires_grad=False))
     merged: nn.Module = tuner.merge_and_unload(safe_merge=safe_merge)
     return merged
 
 
-def _mergeable(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
+def _mergeable(model: nn.Module, name: str) -> dict[str, MultiLoRALinear | ParameterLayer]:
     """Returns an adapter's layers; raises ValueError if one of them cannot be merged."""
     found = {}
     for key, layer in adapter_layers(model, name).items():
         kind = adapter_kind(layer.specs[name].kind)
-        if not (isinstance(layer, MultiLoRALinear) and (kind.is_plain or kind.merges)):
+        if not (isinstance(layer, MultiLoRALinear | ParameterLayer) and (kind.is_plain or kind.merges)):
             raise ValueError(
                 f"adapter {name!r}: layer {key}: only plain LoRA, lora_bias and DoRA can be merged, and this "
                 f"adapter is of kind {kind.name!r}; save it and merge it with PEFT"
             )
-        if layer.bias is None and "lora_bias" in kind.parameter_names:
+        if isinstance(layer, MultiLoRALinear) and layer.bias is None and "lora_bias" in kind.parameter_names:
             raise ValueError(
                 f"adapter {name!r}: layer {key} has no bias that could take its lora_bias; use the adapter "
                 "without merging it"
@@ -92,12 +101,13 @@ def _refuse_other_weights(model: nn.Module, name: str) -> None:
             )
 
 
-def _refuse_tied(model: nn.Module, layers: dict[str, MultiLoRALinear]) -> None:
+def _refuse_tied(model: nn.Module, layers: Mapping[str, AdapterLayer]) -> None:
     owners: dict[int, list[str]] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(key)
     for key, layer in layers.items():
-        others = [other for other in owners[id(layer.weight)] if other != f"{key}.weight"]
+        own = {id(parameter) for parameter in layer._parameters.values() if parameter is not None}
+        others = [other for one in own for other in owners[one] if other.rpartition(".")[0] != key]
         if others:
             raise ValueError(
                 f"layer {key}: its weight is tied to {', '.join(others)}, and merging would change both; "
@@ -111,9 +121,10 @@ def _plain_copy(model: nn.Module) -> nn.Module:
     for attribute in ("forward", "_original_forward", "peft_config", "_hf_peft_config_loaded"):
         copied.__dict__.pop(attribute, None)
     for key, module in list(copied.named_modules()):
-        if isinstance(module, MultiLoRALinear):
+        if isinstance(module, MultiLoRALinear | ParameterLayer):
             parent, _, child = key.rpartition(".")
-            setattr(copied.get_submodule(parent), child, _plain_layer(module))
+            plain = _plain_layer(module) if isinstance(module, MultiLoRALinear) else module.original
+            setattr(copied.get_submodule(parent), child, plain)
     for module in copied.modules():
         stayed = isinstance(vars(module).get("train"), StaysInEvaluation)
         hooks = [own for key, own in vars(module).items() if key.endswith("_hooks") and isinstance(own, dict)]

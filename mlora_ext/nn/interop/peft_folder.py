@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...adapters.kind import LayerSpec
+from ...adapters.kind import LayerSpec, one_by_one
 from ...adapters.registry import adapter_kind, kind_for, parameters_by_key
 from ..adapter_weights import adapter_layers, check_weights, write_weights
 from ..add_remove import add_adapter, plan_adapter
@@ -97,7 +97,7 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
         for part, parameter in layer.parameters_of(name).items():
             if not parameter.is_meta:
                 tensor = parameter.detach().to("cpu", copy=True).contiguous()
-                state[f"{_PREFIX}{key}.{layer.peft_key(name, part)}"] = tensor
+                state[f"{_PREFIX}{key}.{layer.peft_keys(layer.specs[name])[part]}"] = tensor
     return state
 
 
@@ -105,7 +105,7 @@ def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | No
     """Returns all weights of an adapter, in the model's order; raises ValueError if they do not fit it."""
     given = adapter_state(model, name) if weights is None else weights
     shapes = {
-        f"{_PREFIX}{key}.{layer.peft_key(name, part)}": parameter.shape
+        f"{_PREFIX}{key}.{layer.peft_keys(layer.specs[name])[part]}": parameter.shape
         for key, layer in adapter_layers(model, name).items()
         for part, parameter in layer.parameters_of(name).items()
     }
@@ -129,7 +129,7 @@ def _exported(model: nn.Module, name: str, state: Mapping[str, Tensor]) -> dict[
     found = {}
     for key, layer in adapter_layers(model, name).items():
         spec = layer.specs[name]
-        keys = {part: f"{_PREFIX}{key}.{layer.peft_key(name, part)}" for part in layer.parameters_of(name)}
+        keys = {part: f"{_PREFIX}{key}.{own_key}" for part, own_key in layer.peft_keys(spec).items()}
         own = {part: state[whole] for part, whole in keys.items()}
         for part, tensor in adapter_kind(spec.kind).exported(own).items():
             found[keys[part]] = tensor.contiguous()
@@ -203,12 +203,13 @@ def adapter_weights(folder: str | os.PathLike[str]) -> dict[str, dict[str, Tenso
 
 def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -> None:
     """Raises ValueError if scalings differ: the same weights under another scaling are another adapter."""
-    for key, layer in adapter_layers(model, name).items():
-        if key in plan and plan[key].scaling != layer.specs[name].scaling:
+    own = one_by_one({key: layer.specs[name] for key, layer in adapter_layers(model, name).items()})
+    for key, spec in one_by_one(plan).items():
+        if key in own and spec.scaling != own[key].scaling:
             raise ValueError(
-                f"adapter {name!r}: layer {key}: the model's adapter has scaling "
-                f"{layer.specs[name].scaling:g}, the folder's has {plan[key].scaling:g}; load the folder "
-                "under another name, or add the adapter with the folder's lora_alpha, r and use_rslora"
+                f"adapter {name!r}: layer {key}: the model's adapter has scaling {own[key].scaling:g}, the "
+                f"folder's has {spec.scaling:g}; load the folder under another name, or add the adapter with "
+                "the folder's lora_alpha, r and use_rslora"
             )
 
 

@@ -19,11 +19,14 @@ class PeftLayers:
     """PEFT's LoRA layers in a base model.
 
     Attributes:
-        layers: `peft.tuners.lora.Linear` by the name of the layer that it wraps.
+        layers: `peft.tuners.lora.Linear`, or the outermost `ParamWrapper`, by the name of the module that it
+            wraps.
+        every: the same, and the wrappers inside of others, whose names end in `.base_layer`.
         configs: of the adapters, by name.
     """
 
     layers: Mapping[str, Any]
+    every: Mapping[str, Any]
     configs: Mapping[str, Any]
 
     @classmethod
@@ -44,15 +47,16 @@ class PeftLayers:
             _check_kind(key, layer, configs)
             _check_use(key, layer, configs)
             _check_parts(key, layer)
-        return cls(found, configs)
+        inner = {id(layer.base_layer) for layer in found.values()}
+        return cls({key: m for key, m in found.items() if id(m) not in inner}, found, configs)
 
     def bases(self) -> dict[str, nn.Module]:
         """Returns the wrapped layers by name."""
-        return {key: layer.base_layer for key, layer in self.layers.items()}
+        return {key: layer.get_base_layer() for key, layer in self.layers.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields the Parameters of all adapters."""
-        for layer in self.layers.values():
+        for layer in self.every.values():
             for bank in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
                 yield from bank.parameters()
 
@@ -61,7 +65,9 @@ class PeftLayers:
         kind = self.kind(name)
         places = {part: kind.peft_place(part) for part in kind.parameter_names}
         return {
-            part: getattr(getattr(self.layers[key], modules)[name], attribute)
+            f"{part_prefix(self.every[key])}{part}": getattr(
+                getattr(self.every[key], modules)[name], attribute
+            )
             for part, (modules, attribute) in places.items()
         }
 
@@ -71,21 +77,28 @@ class PeftLayers:
 
     def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
         """Returns an adapter's `lora_A [r, d_in]`, `lora_B [d_out, r]` and so on, by layer name."""
-        return {
-            key: {part: parameter.data for part, parameter in self.parameters_of(name, key).items()}
-            for key, layer in self.layers.items()
-            if name in layer.lora_A
-        }
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, layer in self.every.items():
+            if name in layer.lora_A:
+                own = {part: parameter.data for part, parameter in self.parameters_of(name, key).items()}
+                found.setdefault(plain_key(key), {}).update(own)
+        return found
 
     def scaling(self, name: str) -> dict[str, float]:
-        """Returns an adapter's scaling by layer name, including changes by `set_scale` and the like."""
-        return {key: layer.scaling[name] for key, layer in self.layers.items() if name in layer.lora_A}
+        """Returns an adapter's scaling by layer or parameter name, including changes by `set_scale`."""
+        found = {}
+        for key, layer in self.every.items():
+            parameter = parameter_of(layer)
+            whole = key if parameter is None else f"{plain_key(key)}.{parameter}"
+            if name in layer.lora_A:
+                found[whole] = layer.scaling[name]
+        return found
 
     def dropout(self, name: str, default: float) -> float:
         """Returns an adapter's dropout probability; raises ValueError if its layers have several."""
         found = {
             getattr(layer.lora_dropout[name], "p", 0.0)
-            for layer in self.layers.values()
+            for layer in self.every.values()
             if name in layer.lora_dropout
         }
         if len(found) > 1:
@@ -111,7 +124,7 @@ class PeftLayers:
         """
         if weight.requires_grad:
             return True
-        ours = {key: layer for key, layer in self.layers.items() if name in layer.lora_A}
+        ours = {key: layer for key, layer in self.every.items() if name in layer.lora_A}
         waits = not any(name in layer.active_adapters for layer in ours.values())
         frozen = not any(p.requires_grad for key in ours for p in self.parameters_of(name, key).values())
         return waits and frozen and not self.configs[name].inference_mode
@@ -119,11 +132,36 @@ class PeftLayers:
     def keep_dtype(self) -> bool:
         """Whether all adapters have the base's dtype; if not, a half-precision base keeps them in fp32."""
         return all(
-            bank[name].weight.dtype == layer.base_layer.weight.dtype
-            for layer in self.layers.values()
+            bank[name].weight.dtype == _base_weight(layer).dtype
+            for layer in self.every.values()
             for bank in (layer.lora_A, layer.lora_B)
             for name in bank
         )
+
+
+def plain_key(key: str) -> str:
+    """Returns the name of the module that a wrapper, perhaps inside of others, wraps."""
+    while key.endswith(".base_layer"):
+        key = key.removesuffix(".base_layer")
+    return key
+
+
+def parameter_of(layer: Any) -> str | None:
+    """Returns the name of the parameter that a PEFT layer adapts; None for a linear layer's weight."""
+    name: str | None = getattr(layer, "parameter_name", None)
+    return None if name == "weight" and isinstance(layer.get_base_layer(), nn.Linear) else name
+
+
+def part_prefix(layer: Any) -> str:
+    """Returns what stands before `lora_A` in the names of the Parameters that a PEFT layer becomes."""
+    parameter = parameter_of(layer)
+    return "" if parameter is None else f"{parameter}_"
+
+
+def _base_weight(layer: Any) -> Tensor:
+    base = layer.get_base_layer()
+    found: Tensor = getattr(base, getattr(layer, "parameter_name", None) or "weight")
+    return found
 
 
 def _dropping(layer: Any) -> set[bool]:
@@ -133,6 +171,7 @@ def _dropping(layer: Any) -> set[bool]:
 
 _PLAIN_KINDS = {
     ("peft.tuners.lora.layer", "Linear"),
+    ("peft.tuners.lora.layer", "ParamWrapper"),
     ("peft.tuners.lora.bnb", "Linear4bit"),
     ("peft.tuners.lora.bnb", "Linear8bitLt"),
     ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
@@ -194,9 +233,9 @@ def _check_parts(key: str, layer: Any) -> None:
         for name, module in getattr(layer, bank).items():
             check_layer(f"{key}.{bank}.{name}", module)
             for parameter in module.parameters():
-                _check_weight(f"layer {key}.{bank}.{name}", parameter, layer.base_layer.weight)
+                _check_weight(f"layer {key}.{bank}.{name}", parameter, _base_weight(layer))
     for name, module in layer.lora_magnitude_vector.items():
-        _check_weight(f"layer {key}.lora_magnitude_vector.{name}", module.weight, layer.base_layer.weight)
+        _check_weight(f"layer {key}.lora_magnitude_vector.{name}", module.weight, _base_weight(layer))
 
 
 def _check_weight(what: str, weight: nn.Parameter, base: Tensor) -> None:

@@ -10,13 +10,13 @@ from torch import nn
 
 from ...adapters.lora_config import check_name
 from ...adapters.registry import kind_for
+from ..adapter_layer import AdapterLayer
 from ..adapter_weights import check_weights, write_weights
 from ..add_remove import plan_adapter
 from ..convert import convert_model
-from ..linear import MultiLoRALinear
 from ..unconverted_state import check_untouched, move_hooks
 from .existing_config import refuse_changed_base, with_scaling, without_start
-from .peft_layers import PeftLayers
+from .peft_layers import PeftLayers, plain_key
 
 if TYPE_CHECKING:
     from peft import LoraModel, PeftModel
@@ -70,7 +70,7 @@ def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
     if not isinstance(model, nn.Module):
         raise ValueError(f"peft_model: expected a model with PEFT's adapters, got {type(model).__name__}")
-    if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
+    if any(isinstance(module, AdapterLayer) for module in model.modules()):
         raise ValueError("peft_model: is already converted; use mlora_ext.add_adapter to add an adapter")
     configs = getattr(model, "peft_config", None) if isinstance(model, PeftModel) else None
     configs = configs or vars(model).get("peft_config")
@@ -128,12 +128,13 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
     """Takes frozen parameters, training mode and hooks over."""
-    for key, theirs in layers.layers.items():
-        layer: Any = model.get_submodule(key)
+    for key, theirs in layers.every.items():
+        own: Any = model.get_submodule(plain_key(key))
         for name in theirs.lora_A:
-            parts = layers.parameters_of(name, key)
-            for part, parameter in layer.parameters_of(name).items():
-                parameter.requires_grad_(layers.trains(name, parts[part]))
+            for part, parameter in layers.parameters_of(name, key).items():
+                own.parameters_of(name)[part].requires_grad_(layers.trains(name, parameter))
+    for key, theirs in layers.layers.items():
+        layer = model.get_submodule(key)
         layer.train(layers.mode(key))
         move_hooks(theirs, layer)
     if any(layers.drops(key) for key in layers.layers):

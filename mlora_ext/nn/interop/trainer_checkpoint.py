@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...adapters.registry import adapter_kind, parameter_names
+from ...adapters.registry import parameter_names
 from ..adapter_weights import adapter_layers, adapter_parameters
 from ..routing.router import router_of
 from .embeddings import resized_embeddings
@@ -50,9 +50,9 @@ def adapter_tensors(
 def _peft_keys(model: nn.Module, name: str) -> dict[str, str]:
     """Returns PEFT's keys, without its prefix, by the keys of the model's own state dict."""
     return {
-        f"{key}.{part}.{name}.weight": f"{key}.{adapter_kind(layer.specs[name].kind).peft_key(part)}"
+        f"{key}.{layer.state_key(name, part)}": f"{key}.{own_key}"
         for key, layer in adapter_layers(model, name).items()
-        for part in layer.parameters_of(name)
+        for part, own_key in layer.peft_keys(layer.specs[name]).items()
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -100,6 +100,16 @@ class RouteTensors:
 
     def owners(self) -> Tensor:
         """Returns `[rows]` int64: the index in `names` of each row's adapter, `len(names)` for none."""
+        return self._owners() if torch.compiler.is_compiling() else self.keep("owners", self._owners)
+
+    @torch.inference_mode(False)
+    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Returns what `make` makes, once along this route."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
+    def _owners(self) -> Tensor:
         begins, ends, adapters, _ = self.segments.unbind(1)
         rows, nobody = self.rows_tensor.shape[0], len(self.names)
         changes = torch.zeros(rows + 1, dtype=torch.int64, device=self.segments.device)

@@ -11,8 +11,12 @@ from mlora.config.aliases import nearest
 from mlora.config.strict import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from peft import LoraConfig
     from torch import nn
+
+    from mlora_ext.adapters.kind import LayerSpec
 
 
 def _note(value: Any, info: ValidationInfo) -> Any:
@@ -49,10 +53,18 @@ def _modules(value: Any) -> Any:
     return value
 
 
+def _names(value: Any) -> Any:
+    listed = isinstance(value, list) and value and all(isinstance(name, str) and name for name in value)
+    if value is not None and not listed:
+        raise ValueError(f"must be a list of names of parameters, got {shown(value)}")
+    return value
+
+
 Rank = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 Alpha = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_not_zero)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 Modules = Annotated[Any, AfterValidator(_modules)]
+Names = Annotated[Any, AfterValidator(_names)]
 Note = Annotated[Any, AfterValidator(_note)]
 
 
@@ -75,6 +87,7 @@ class _Checked(PeftNotes, extra="forbid"):
 
     r: Rank = 8
     target_modules: Modules = None
+    target_parameters: Names = None
     exclude_modules: Modules = None
     lora_alpha: Alpha = 8
     lora_dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
@@ -88,8 +101,8 @@ class _Checked(PeftNotes, extra="forbid"):
 _UNCHECKED = (
     "bias modules_to_save init_lora_weights layers_to_transform layers_pattern task_type megatron_config "
     "trainable_token_indices loftq_config eva_config corda_config lora_ga_config velora_config "
-    "alora_invocation_tokens use_qalora monteclora_config layer_replication lora_bias target_parameters "
-    "use_bdlora arrow_config kasa_config ensure_weight_tying"
+    "alora_invocation_tokens use_qalora monteclora_config layer_replication lora_bias use_bdlora "
+    "arrow_config kasa_config ensure_weight_tying"
 )
 _fields: Any = {key: (Any, None) for key in _UNCHECKED.split()}
 # written down because importing PEFT takes seconds; a test compares them
@@ -124,7 +137,7 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     PEFT accepts them, but they are probably mistakes."""
     from peft.utils.other import get_pattern_key
 
-    from mlora_ext.nn.plain_linear import features
+    from mlora_ext.adapters.kind import one_by_one
     from mlora_ext.nn.targets import is_linear, target_layers
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
@@ -136,17 +149,33 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
             if not any(f".{key}".endswith(f".{entry}") for key in modules):
                 near = nearest(entry, known, "linear layers")
                 lines.append(f"{name}: lora.target_modules: {entry!r} matches nothing in the model; {near}")
+    parameters = [key for key, _ in model.named_parameters()]
+    lines += [
+        f"{name}: lora.target_parameters: {entry!r} matches nothing in the model"
+        for entry in sorted(lora.target_parameters or ())
+        if not any(f".{key}".endswith(f".{entry}") for key in parameters)
+    ]
     for field in ("rank_pattern", "alpha_pattern"):
         patterns = list(getattr(lora, field) or ())
-        used = {get_pattern_key(patterns, key) for key in layers}
+        used = {get_pattern_key(patterns, key) for key in one_by_one(layers)}
         lines += [
             f"{name}: lora.{field}: {pattern!r} applies to none of the adapter's layers"
             for pattern in patterns
             if pattern not in used
         ]
+    return lines + _too_high(name, modules, layers)
+
+
+def _too_high(name: str, modules: Mapping[str, nn.Module], layers: Mapping[str, LayerSpec]) -> list[str]:
+    """Returns a warning about the first rank that exceeds what its layer can use."""
+    from mlora_ext.adapters.kind import LayerSpec
+    from mlora_ext.nn.layer_kinds import layer_kind
+
     for key, spec in layers.items():
-        width = min(features(modules[key]))
-        if spec.rank > width:
-            lines.append(f"{name}: lora.r: {spec.rank} is too high; {key} can use {width} at most")
-            break
-    return lines
+        own = [LayerSpec.of_parameters({part: each}) for part, each in spec.parameters] or [spec]
+        for one in own:
+            shapes = layer_kind(modules[key]).shapes(modules[key], one)
+            width = min(shape.width for shape in shapes.values())
+            if one.rank > width:
+                return [f"{name}: lora.r: {one.rank} is too high; {key} can use {width} at most"]
+    return []

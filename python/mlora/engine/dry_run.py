@@ -36,10 +36,11 @@ from mlora.optim.registry import optimizer_kind
 from mlora.pipeline.message import Message, MessageType
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
-from mlora_ext.adapters.kind import LayerSpec
+from mlora_ext.adapters.kind import LayerSpec, one_by_one
 from mlora_ext.adapters.registry import adapter_kind
 from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
+from mlora_ext.nn.layer_kinds import layer_kind
 from mlora_ext.nn.targets import target_layers
 
 if TYPE_CHECKING:
@@ -58,7 +59,8 @@ class States:
         weights: rounded up to whole pages of the layers' banks; with what a kind of adapter keeps beside
             them, such as DoRA's norms.
         update: what the optimizer takes during an update and then gives back.
-        ranks: the rank of each adapted layer; of one with a base of its own also that of what it subtracts.
+        ranks: the rank of each adapted layer or parameter; of one with a base of its own also that of what it
+            subtracts.
     """
 
     weights: int
@@ -97,15 +99,15 @@ class DryStage:
         specs, optimizer = self._specs(lora), optimizer_kind(optim.optim)
         shapes, pages, kept = [], [], 0
         for name, spec in specs.items():
-            layer: Any = self._model.get_submodule(name)
-            kind = adapter_kind(spec.kind)
-            parts = kind.parameters(spec.rank, layer.in_features, layer.out_features)
-            kept += kind.kept_bytes(layer.out_features)
+            layer = self._model.get_submodule(name)
+            parts = layer_kind(layer).shapes(layer, spec)
+            kept += adapter_kind(spec.kind).kept_bytes(getattr(layer, "out_features", 0))
             shapes += [part.shape for key, part in parts.items() if part.trained and optimizer.trains(key)]
             pages += [(max(part.rows, PAGE_ROWS), part.width) for part in parts.values()]
         moments, update = optimizer.state_bytes(shapes), optimizer.step_bytes(shapes)
-        ranks = [(name, spec.rank) for name, spec in sorted(specs.items())]
-        ranks += [(f"{n}, own base", r) for n, r in ranks if adapter_kind(specs[n].kind).has_own_base]
+        ranks = [(name, spec.rank) for name, spec in sorted(one_by_one(specs).items())]
+        own_bases = [name for name, spec in specs.items() if adapter_kind(spec.kind).has_own_base]
+        ranks += [(f"{name}, own base", specs[name].rank) for name in sorted(own_bases)]
         return States(4 * elements(pages) + kept, 4 * elements(shapes), moments, update, tuple(ranks))
 
     def activations(

@@ -1,0 +1,148 @@
+"""A module that multiplies its rows with a matrix of its own, such as a mixture's router, with adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ...frozen.linear import frozen_linear
+from ...frozen.plain import PlainWeight
+from ...ops.functional import lora_linear_held, lora_linear_rows
+from ...ops.held import HeldAdapters, hold
+from .layer import ParameterLayer
+
+_CASTS = (Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type_as)
+
+
+class MultiLoRAMatrix(ParameterLayer):
+    """Runs a module's own forward; where it multiplies rows with its matrix, adapters are added.
+
+    PEFT's `target_parameters` computes with `W + scaling B A`. Here `F.linear(x, W)` inside the module
+    becomes `x W^T + scaling_i x A_i^T B_i^T` for the rows of adapter i. A module that uses the matrix in
+    another way is refused when it runs.
+    """
+
+    @classmethod
+    def serves(cls, module: nn.Module) -> bool:
+        own = any(parameter.dim() == 2 for parameter in module.parameters(recurse=False))
+        return isinstance(module, cls) or (own and not isinstance(module, nn.Linear | nn.Embedding))
+
+    @classmethod
+    def candidates(cls, module: nn.Module) -> tuple[str, ...]:
+        return tuple(name for name, one in module.named_parameters(recurse=False) if one.dim() == 2)
+
+    @classmethod
+    def sizes(cls, module: nn.Module, parameter: str) -> tuple[int, int, int]:
+        rows, columns = getattr(module, parameter).shape
+        return 1, columns, rows
+
+    def frozen_parameter(self, parameter: str) -> PlainWeight:
+        return OwnMatrix(self._parameters, parameter)
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; its rows are those of the active route.
+
+        Raises:
+            ValueError: if no route says which adapter the rows belong to, the route describes other rows, or
+                the module does something else with its matrix than multiplying rows with it.
+        """
+        if not self.group.adapters:
+            return self.original(*args, **kwargs)
+        parameter = self._parameter()
+        weight = self._parameters[parameter]
+        assert weight is not None
+        adapted = AdaptedMatrix.of(weight.detach(), f"{self.name}.{parameter}", self._product)
+        return functional_call(self.original, {parameter: adapted}, args, kwargs)
+
+    def _parameter(self) -> str:
+        """Returns the only parameter that adapters sit on; targets that name another one are refused."""
+        return next(iter(self.specs.values())).parameters[0][0]
+
+    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns `x Wᵀ` with the adapters; `weight` may be cast to another dtype."""
+        frozen = PlainWeight.of(weight)
+        if self.router.observer is not None:
+            return self.router.observer.see(self.name, x, frozen_linear(x, frozen))
+        active, place, batch = self.router.tensors_for(self, x)
+        if not active.names:
+            return frozen_linear(x, frozen)
+        rows = x if place is None else place.samples_first(x, batch)
+        y = self._with_adapters(rows, frozen, active.names, active.plan(None))
+        return y if place is None else place.as_before(y)
+
+    def _with_adapters(self, x: Tensor, frozen: PlainWeight, names: tuple[str, ...], plan: Any) -> Tensor:
+        if self.router.accumulates and torch.is_grad_enabled():
+            held = self._held(names)
+            ys = held and lora_linear_held(x, [frozen], [None], held, plan, self.router.updates)
+            if ys:
+                return ys[0]
+        lora_a, lora_b = self.matrices_of(self._parameter(), names)
+        return lora_linear_rows(x, frozen, None, lora_a, lora_b, *plan)
+
+    def _held(self, names: tuple[str, ...]) -> HeldAdapters | None:
+        kept, moves = self.tables_of(self._parameter())
+
+        def make() -> HeldAdapters | None:
+            lora_a, lora_b = self.matrices_of(self._parameter(), names)
+            return hold(names, [lora_a], [lora_b], [self.written])
+
+        return kept.find(names, moves, make)
+
+
+class OwnMatrix(PlainWeight):
+    """A parameter of another name than `weight`, looked up at each use."""
+
+    def __init__(self, tensors: Any, name: str) -> None:
+        self._parameters_of_layer, self._name = tensors, name
+
+    def dense(self) -> Tensor:
+        """Returns the parameter itself."""
+        weight: Tensor = self._parameters_of_layer[self._name]
+        return weight
+
+
+class AdaptedMatrix(Tensor):
+    """Stands for a matrix while a module's forward runs: `F.linear` with it calls a function instead."""
+
+    product: Callable[[Tensor, Tensor], Tensor]
+    named: str
+
+    @classmethod
+    def of(cls, matrix: Tensor, named: str, product: Callable[[Tensor, Tensor], Tensor]) -> AdaptedMatrix:
+        """Makes one.
+
+        Args:
+            matrix: `[O, D]`, not a subclass.
+            named: for messages.
+            product: returns `[..., O]` for x `[..., D]` and the matrix, which may be cast.
+        """
+        adapted = matrix.as_subclass(cls)
+        adapted.product, adapted.named = product, named
+        return adapted
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is F.linear and isinstance(args[1] if len(args) > 1 else None, cls):
+                x, matrix, *bias = args
+                y = matrix.product(x, matrix.as_subclass(Tensor))
+                added = bias[0] if bias else kwargs.get("bias")
+                return y if added is None else y + added
+            if function in _CASTS and isinstance(args[0], cls):
+                plain = function(args[0].as_subclass(Tensor), *args[1:], **kwargs)
+                return cls.of(plain, args[0].named, args[0].product)
+            if getattr(function, "__name__", "") in ("__get__", "dim", "size"):
+                return function(*args, **kwargs)
+        matrix = next(one for one in (*args, *kwargs.values()) if isinstance(one, cls))
+        name = getattr(function, "__name__", str(function))
+        raise ValueError(
+            f"layer {matrix.named}: adapters can be put on a matrix that its module only uses in "
+            f"torch.nn.functional.linear, but the module calls {name} on it; remove it from target_parameters"
+        )

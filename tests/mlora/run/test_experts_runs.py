@@ -1,0 +1,80 @@
+"""Runs with adapters on experts: interrupted ones, over two stages, under a limit, and their checks."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import mlora
+import pytest
+from mlora.config.config_file import resolve_config
+
+from tests.mixtures import mixture
+from tests.mlora.command_line import invoke
+from tests.mlora.seam_runs import data_of, train_and_resume
+from tests.mlora.stage_runs import assert_alike
+from tests.mlora.tiny_run import save_tokenizer, write_run
+from tests.tolerances import STEADY_EPSILON
+
+LORA: dict[str, Any] = {
+    "r": 2,
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "gate.weight"],
+}
+
+
+def save_mixture(folder: Path) -> Path:
+    mixture("qwen3_moe", vocab_size=260, eos_token_id=0, bos_token_id=None).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def run_of(folder: Path, stages: int) -> dict[str, Any]:
+    """Experts, router and attention; and everything that PEFT targets."""
+    folder.mkdir()
+    base = folder.parent / "base"
+    data = data_of(base if base.exists() else save_mixture(base), folder, stages, lora=LORA)
+    data["adapters"][1] |= {"lora": {"r": 3, "target_modules": "all-linear"}, "max_steps": 5}
+    data["adapters"][0]["gradient_accumulation_steps"] = 2
+    data["defaults"] |= {"adam_epsilon": STEADY_EPSILON, "max_steps": 4}
+    return data | {"gradient_checkpointing": stages == 2}
+
+
+def test_two_stages_resume_bit_for_bit_and_equal_one(tmp_path: Path) -> None:
+    two = train_and_resume(run_of(tmp_path / "2", 2), tmp_path / "2")
+    data = run_of(tmp_path / "1", 1)
+    assert mlora.train(resolve_config(data, folder=tmp_path / "1")).status == "finished"
+    assert_alike(two, tmp_path / "1" / "run")
+
+
+@pytest.mark.nightly
+def test_one_stage_resumes_bit_for_bit(tmp_path: Path) -> None:
+    train_and_resume(run_of(tmp_path / "1", 1), tmp_path / "1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora_dropout": 0.1}, "is a parameter, for which PEFT serves no lora_dropout"),
+        ({"target_parameters": ["experts.up"]}, r"\['experts.up'\] match no parameter"),
+        ({"target_parameters": "experts"}, "must be a list of names of parameters, got 'experts'"),
+    ],
+)
+def test_validate_refuses_in_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    data = run_of(tmp_path / "1", 1)
+    data["adapters"][0]["lora"] = LORA | changes
+    result = invoke("validate", write_run(tmp_path / "1", data))
+    assert result.exit_code == 1
+    assert re.search(message, " ".join((result.stdout + result.stderr).split())), (
+        result.stdout + result.stderr
+    )
+
+
+def test_validate_warns_of_names_and_ranks_that_do_nothing(tmp_path: Path) -> None:
+    data = run_of(tmp_path / "1", 1)
+    names = [*LORA["target_parameters"], "experts.up"]
+    data["adapters"][0]["lora"] = LORA | {"r": 20, "target_parameters": names}
+    result = invoke("validate", write_run(tmp_path / "1", data))
+    told = " ".join((result.stdout + result.stderr).split())
+    assert result.exit_code == 0, told
+    assert "lora.target_parameters: 'experts.up' matches nothing in the model" in told
+    assert re.search(r"lora.r: 20 is too high; model.layers.0.mlp.\w+ can use \d+ at most", told)
