@@ -23,13 +23,24 @@ class LayerSpec:
     Attributes:
         scaling: `alpha / r`, or `alpha / sqrt(r)`.
         dropout: probability, on the input of the low-rank part.
-        kind: the kind's name in the registry.
+        kind: the kind's name in the registry, or one of `mlora_ext.adapters.trained_parts`.
+        tokens: rows of an embedding or head that are trained, for `TRAINED_ROWS`.
+        tied_to: name of the layer that holds the Parameters; empty: this layer does.
     """
 
     rank: int
     scaling: float
     dropout: float
     kind: str = "lora"
+    tokens: tuple[int, ...] = ()
+    tied_to: str = ""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Size of one Parameter of an adapter that has memory of its own."""
+
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ..ops.dropout import check_probability
+from .trained_parts import check_trained_parts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -25,6 +26,8 @@ _HONOURED = {
     "layers_pattern",
     "rank_pattern",
     "alpha_pattern",
+    "modules_to_save",
+    "trainable_token_indices",
 }
 # Facts about the adapter or its folder; they do not change the result here.
 _NEUTRAL = {
@@ -42,7 +45,6 @@ _NEUTRAL = {
 START_VALUES = ("orthogonal", "eva")
 """Values of `init_lora_weights` that only draw A and B. An adapter that has weights to load may have them."""
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_TRAINED_HEADS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"}
 
 
 def check_name(name: str) -> None:
@@ -80,11 +82,7 @@ def check_config(name: str, config: LoraConfig) -> None:
         # PEFT itself writes None, {}, [] or False for "not given".
         if value != usual and (value or usual):
             raise ValueError(f"adapter {name!r}: {item.name}={value!r} is not supported")
-    if config.task_type in _TRAINED_HEADS:
-        raise ValueError(
-            f"adapter {name!r}: task_type={str(config.task_type)!r} is not supported: with it PEFT trains "
-            "the model's head, too (modules_to_save); leave it out to train the adapter alone"
-        )
+    check_trained_parts(name, config)
     for field in ("rank_pattern", "alpha_pattern"):
         if not isinstance(getattr(config, field) or {}, dict):
             raise ValueError(f"adapter {name!r}: {field}: expected a dict, got {getattr(config, field)!r}")

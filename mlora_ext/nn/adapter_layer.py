@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..adapters.kind import LayerSpec, ParameterSpec
+from ..adapters.kind import LayerSpec, ParameterSpec, TensorSpec
 from ..adapters.registry import adapter_kind
 from ..frozen.weight import FrozenWeight
 from .bank import AdapterBank
@@ -31,6 +31,7 @@ class AdapterLayer(nn.Module):
         group: for a layer without adapters.
 
     Attributes:
+        served: names of the kinds of adapters that a class serves; None: those of the registry.
         frozen: what stays of the base's module.
         specs: the settings of each adapter on this layer, by name.
         group: layers with the same adapters and settings.
@@ -38,6 +39,7 @@ class AdapterLayer(nn.Module):
         written: adapters to whose gradients backward has added; see `mlora_ext.ops.held`.
     """
 
+    served: tuple[str, ...] | None = None
     frozen: FrozenWeight
 
     def __init__(
@@ -75,8 +77,14 @@ class AdapterLayer(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:
+    def shapes(
+        cls, module: nn.Module, spec: LayerSpec
+    ) -> Mapping[str, ParameterSpec] | Mapping[str, TensorSpec]:
         """Returns the Parameters that an adapter would have on a module, converted or not, by name."""
+        raise NotImplementedError
+
+    def plain(self) -> nn.Module:
+        """Returns the base's module as it was, with the same tensors."""
         raise NotImplementedError
 
     def put(self, name: str, config: Any, spec: LayerSpec, seed: int) -> None:
@@ -89,12 +97,20 @@ class AdapterLayer(nn.Module):
             seed: the seed of this adapter in this layer.
         """
         self.specs[name] = spec
-        parts = self.shapes(self, spec)
-        own = {part: self.bank(part, shape).add(name, shape.rows) for part, shape in parts.items()}
+        own = {}
+        for part, shape in self.shapes(self, spec).items():
+            assert isinstance(shape, ParameterSpec)
+            own[part] = self.bank(part, shape).add(name, shape.rows)
         for parameter in own.values():
             parameter.requires_grad_(not config.inference_mode)
         if not any(parameter.is_meta for parameter in own.values()):  # meta: another process's layer
-            adapter_kind(spec.kind).initialise(own, config, spec, seed, self.frozen)
+            self.initialise(own, config, spec, seed)
+
+    def initialise(
+        self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int
+    ) -> None:
+        """Fills a new adapter's Parameters; see `AdapterKind.initialise`."""
+        adapter_kind(spec.kind).initialise(own, config, spec, seed, self.frozen)
 
     def take(self, name: str) -> None:
         """Removes an adapter; the others do not move."""
@@ -127,6 +143,10 @@ class AdapterLayer(nn.Module):
     def peft_key(self, name: str, part: str) -> str:
         """Returns the part of a Parameter's key in PEFT's files that follows the layer's name."""
         return adapter_kind(self.specs[name].kind).peft_key(part)
+
+    def uses_plain_kinds(self) -> bool:
+        """Whether the operator uses all adapters' `lora_A` and `lora_B` as they are."""
+        return all(adapter_kind(spec.kind).is_plain for spec in self.specs.values())
 
     @property
     def scaling(self) -> Mapping[str, float]:

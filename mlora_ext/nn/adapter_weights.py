@@ -83,13 +83,15 @@ def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], l
     Raises ValueError, naming the first layer that is missing, unknown or of another shape.
     """
     for key in [*specs, *layers]:
+        if key not in layers and specs[key].tied_to:
+            continue
         if key not in layers or key not in specs:
             side = "the weights to load" if key not in layers else "the model's adapter"
             raise ValueError(
                 f"adapter {name!r}: layer {key} is missing in {side}; use an adapter of this base model"
             )
         module = model.get_submodule(key)
-        expected = layer_kind(module).shapes(module, specs[key])
+        expected = layer_kind(module, specs[key].kind).shapes(module, specs[key])
         if expected.keys() != layers[key].keys():
             raise ValueError(
                 f"adapter {name!r}: layer {key}: expected {', '.join(expected)}, got {', '.join(layers[key])}"

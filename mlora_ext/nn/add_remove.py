@@ -11,17 +11,20 @@ from torch import nn
 
 from ..adapters.kind import LayerSpec
 from ..adapters.lora_config import check_name
-from ..adapters.registry import adapter_kind, kind_for
+from ..adapters.registry import kind_for
+from ..adapters.trained_parts import TRAINED_COPY
 from ..ops.functional import scaling_dtype
 from .adapter_layer import AdapterLayer
 from .adapter_weights import adapter_layers
+from .conflicts import refuse_conflicts
 from .fused_projections import FusedProjections
 from .layer_kinds import layer_kind
 from .linear import MultiLoRALinear
+from .over_module import RowSource, plain_module
 from .routing.route import LayerGroup
 from .routing.router import AdapterInfo, Router, router_of
 from .targets import linear_layers, target_layers
-from .unconverted_state import check_layer
+from .unconverted_state import check_layer, check_module
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -101,7 +104,9 @@ def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, L
     """Checks a new adapter's name, config and targets; returns its layers."""
     check_name(name)
     kind_for(name, config).check(name, config)
-    return target_layers(model, name, config)
+    plan = target_layers(model, name, config)
+    refuse_conflicts(model, {name: plan})
+    return plan
 
 
 def convert_layers(
@@ -117,8 +122,10 @@ def convert_layers(
         for key, spec in plan.items():
             rows[key] = rows.get(key, 0) + spec.rank
     for index, key, module in _wanted(model, plans, every):
-        if not isinstance(module, AdapterLayer):
-            module = _replace(model, key, module, router, index, autocast)
+        specs = [plan[key] for plan in plans.values() if key in plan]
+        wanted = layer_kind(module, specs[0].kind) if specs else MultiLoRALinear
+        if type(module) is not wanted and (specs or not isinstance(module, AdapterLayer)):
+            module = _replace(model, key, wanted, router, index, autocast)
         if len(plans) > 1 and key in rows and isinstance(module, MultiLoRALinear):
             module.lora_A.reserve(rows[key])
             module.lora_B.reserve(rows[key])
@@ -127,27 +134,36 @@ def convert_layers(
 def _wanted(
     model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool
 ) -> list[tuple[int, str, nn.Module]]:
-    """Returns index, name and module of the targeted linear layers, or of all but the output head."""
+    """Returns index, name and module of the targeted layers, with `every` also all linear ones but the head.
+
+    The index counts linear layers; other layers do not use theirs.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     targets = {key for plan in plans.values() for key in plan}
-    return [
+    linear = linear_layers(model)
+    found = [
         (index, key, module)
-        for index, (key, module) in enumerate(linear_layers(model).items())
+        for index, (key, module) in enumerate(linear.items())
         if key in targets or (every and module is not head)
     ]
+    others = [key for key in dict.fromkeys(key for plan in plans.values() for key in plan) if key not in linear]
+    return found + [(-1, key, model.get_submodule(key)) for key in others]
 
 
 def refuse_state(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False) -> None:
     """Raises ValueError, before any change, for a layer with state that conversion would lose."""
+    refuse_conflicts(model, plans)
+    copied = {key for plan in plans.values() for key, spec in plan.items() if spec.kind == TRAINED_COPY}
     for _, key, module in _wanted(model, plans, every):
         if not isinstance(module, AdapterLayer):
-            check_layer(key, module)
+            (check_module if key in copied else check_layer)(key, module)
 
 
 def _replace(
-    model: nn.Module, key: str, module: nn.Module, router: Router, index: int, autocast: bool
+    model: nn.Module, key: str, wanted: type[AdapterLayer], router: Router, index: int, autocast: bool
 ) -> AdapterLayer:
-    layer = layer_kind(module).of(module, router=router, name=key, index=index, autocast=autocast)
+    module = plain_module(model.get_submodule(key))
+    layer = wanted.of(module, router=router, name=key, index=index, autocast=autocast)
     layer.train(module.training)
     parent, _, child = key.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
@@ -160,6 +176,9 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
         layer = model.get_submodule(key)
         assert isinstance(layer, AdapterLayer)
         layer.put(name, config, spec, named_seed(seed, name, key))
+        if spec.tied_to:
+            assert isinstance(layer, RowSource)
+            layer.tie(model.get_submodule(spec.tied_to))
     router_of(model).adapters[name] = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"))
 
 
@@ -176,7 +195,7 @@ def regroup(model: nn.Module) -> None:
     layers = {key: module for key, module in model.named_modules() if isinstance(module, AdapterLayer)}
     for module in layers.values():
         names = tuple(name for name in router.adapters if name in module.specs)
-        module.plain_kinds = all(adapter_kind(module.specs[name].kind).is_plain for name in names)
+        module.plain_kinds = module.uses_plain_kinds()
         scaling = tuple(module.specs[name].scaling for name in names)
         dropout = tuple(module.specs[name].dropout for name in names)
         key = (names, scaling, dropout, module.frozen.device, scaling_dtype(module.frozen.dtype))

@@ -33,6 +33,10 @@ def check_layer(key: str, module: nn.Module) -> None:
             "parametrizations; make the weight a plain parameter (remove_parametrizations, prune.remove, "
             "remove_weight_norm)"
         )
+    _check_plain(key, module)
+
+
+def _check_plain(key: str, module: nn.Module) -> None:
     for name, tensor in module.named_parameters(recurse=False):
         halves = tensor.is_floating_point() and tensor.dtype.itemsize > 1
         if is_traceable_wrapper_subclass(tensor) or not halves:
@@ -41,6 +45,17 @@ def check_layer(key: str, module: nn.Module) -> None:
                 f"layer {key}: expected a plain floating-point {name}, got {kind} of {tensor.dtype}; "
                 "quantized and sharded bases are not supported yet; load the original weights"
             )
+
+
+def check_module(key: str, module: nn.Module) -> None:
+    """Raises ValueError for a module of which copies are trained, if it has anything that they would not."""
+    for part, inside in module.named_modules(prefix=key):
+        if hasattr(inside, "_hf_hook"):
+            raise ValueError(
+                f"layer {part}: is offloaded by accelerate; load the model without device_map offloading"
+            )
+        check_untouched(f"layer {part}", inside)
+        _check_plain(part, inside)
 
 
 def check_untouched(what: str, module: nn.Module, moves: bool = False) -> None:
