@@ -106,9 +106,7 @@ class AdapterLayer(nn.Module):
         if not any(parameter.is_meta for parameter in own.values()):  # meta: another process's layer
             self.initialise(own, config, spec, seed)
 
-    def initialise(
-        self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int
-    ) -> None:
+    def initialise(self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int) -> None:
         """Fills a new adapter's Parameters; see `AdapterKind.initialise`."""
         adapter_kind(spec.kind).initialise(own, config, spec, seed, self.frozen)
 

@@ -146,7 +146,9 @@ def _wanted(
         for index, (key, module) in enumerate(linear.items())
         if key in targets or (every and module is not head)
     ]
-    others = [key for key in dict.fromkeys(key for plan in plans.values() for key in plan) if key not in linear]
+    others = [
+        key for key in dict.fromkeys(key for plan in plans.values() for key in plan) if key not in linear
+    ]
     return found + [(-1, key, model.get_submodule(key)) for key in others]
 
 
@@ -154,9 +156,10 @@ def refuse_state(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]],
     """Raises ValueError, before any change, for a layer with state that conversion would lose."""
     refuse_conflicts(model, plans)
     copied = {key for plan in plans.values() for key, spec in plan.items() if spec.kind == TRAINED_COPY}
+    linear = linear_layers(model)
     for _, key, module in _wanted(model, plans, every):
         if not isinstance(module, AdapterLayer):
-            (check_module if key in copied else check_layer)(key, module)
+            (check_layer if key in linear and key not in copied else check_module)(key, module)
 
 
 def _replace(

@@ -23,10 +23,7 @@ def refuse_conflicts(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpe
         for key, spec in plan.items():
             users.setdefault(key, {})[name] = spec
     copied = {
-        key: name
-        for key, specs in users.items()
-        for name, spec in specs.items()
-        if spec.kind == TRAINED_COPY
+        key: name for key, specs in users.items() for name, spec in specs.items() if spec.kind == TRAINED_COPY
     }
     for key, specs in users.items():
         _check_one(model, key, specs)

@@ -8,6 +8,7 @@ from ..adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS
 from .adapter_layer import AdapterLayer
 from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
+from .over_module import OverModule
 from .row_head import TrainedRowsLinear
 from .trained_copies import TrainedCopies
 
@@ -28,6 +29,8 @@ def layer_kind(module: nn.Module, kind: str = "lora") -> type[AdapterLayer]:
     Raises:
         ValueError: adapters cannot be put on this module.
     """
+    if isinstance(module, OverModule):
+        module = module.base
     for layer in LAYER_KINDS:
         known = kind not in (TRAINED_COPY, TRAINED_ROWS) if layer.served is None else kind in layer.served
         if known and layer.serves(module):

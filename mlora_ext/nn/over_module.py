@@ -18,7 +18,7 @@ from .routing.samples import SampleDim
 
 
 class ModuleWeight(PlainWeight):
-    """The first parameter of a module of any kind: it says on which device and of which dtype the module is."""
+    """The first parameter of a module of any kind, for the module's device and dtype."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -44,7 +44,8 @@ class TrainedRowsLinear(RowSource, OverModule):
     def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:
         if spec.tied_to:
             return {}
-        return {"trainable_tokens_delta": ParameterSpec(len(spec.tokens), plain_module(module).weight.shape[1])}  # type: ignore[union-attr, misc]
+        weight: Any = plain_module(module).weight
+        return {"trainable_tokens_delta": ParameterSpec(len(spec.tokens), weight.shape[1])}  # type: ignore[union-attr, misc]
 
     def initialise(self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int) -> None:
         start_rows(own, self.base, spec)

@@ -47,7 +47,7 @@ class Copies(nn.Module):
 
 
 class TrainedCopies(OverModule):
-    """Sends the rows of each adapter through the adapter's own copy, all other rows through the base's module.
+    """Sends the rows of each adapter through its own copy, and all other rows through the base's module.
 
     A copy starts with the base's weights and keeps their dtype, as in PEFT. Its keys in PEFT's files are the
     module's own, such as `score.weight`.
@@ -119,12 +119,12 @@ class TrainedCopies(OverModule):
         modules = [*(self.modules_to_save.of(name) for name in active.names), self.base]
         if groups.order is None:
             return modules[groups.owners[0]](x, *args, **kwargs)
-        given = {**dict(enumerate(args)), **kwargs}
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
         if any(value.shape[: len(lead)] != lead for value in tensors.values()):
             raise ValueError(
-                f"layer {self.name}: modules_to_save: a {type(self.base).__name__} that gets other rows beside "
-                "x cannot be mixed; use one adapter for the whole batch"
+                f"layer {self.name}: modules_to_save: a {type(self.base).__name__} that gets other rows "
+                "beside x cannot be mixed; use one adapter for the whole batch"
             )
 
         def compute(owner: int, own: Sequence[Tensor]) -> Tensor:

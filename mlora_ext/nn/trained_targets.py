@@ -35,8 +35,8 @@ def trained_layers(
     for key in rows:
         if key in copies:
             raise ValueError(
-                f"adapter {name!r}: {key} is in modules_to_save and in trainable_token_indices; remove one of "
-                "them"
+                f"adapter {name!r}: {key} is in modules_to_save and in trainable_token_indices; remove "
+                "one of them"
             )
     return copies | rows
 
@@ -73,11 +73,11 @@ def _refuse_unmatched(
         near = difflib.get_close_matches(one, short, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"adapter {name!r}: modules_to_save: {one!r} matches nothing in the model{hint}")
+    task = str(getattr(config.task_type, "value", config.task_type))
     if heads and not any(key.endswith(heads) for key in found):
         raise ValueError(
-            f"adapter {name!r}: task_type={str(getattr(config.task_type, 'value', config.task_type))!r} trains "
-            f"a head named {' or '.join(heads)}, and the model has none; load it with its AutoModelFor... "
-            "class, or leave task_type out"
+            f"adapter {name!r}: task_type={task!r} trains a head named {' or '.join(heads)}, and the model "
+            "has none; load it with its AutoModelFor... class, or leave task_type out"
         )
 
 
@@ -102,9 +102,9 @@ def _rows(
     found = {
         key: LayerSpec(len(tokens), 1.0, 0.0, TRAINED_ROWS, tuple(tokens)) for key, tokens in targets.items()
     }
-    if embedding in targets and all(targets.get(key, targets[embedding]) == targets[embedding] for key in tied):
-        rows = tuple(targets[embedding])
-        found |= {key: LayerSpec(len(rows), 1.0, 0.0, TRAINED_ROWS, rows, embedding) for key in tied}
+    own = targets.get(embedding)
+    if own is not None and all(targets.get(key, own) == own for key in tied):
+        found |= {key: LayerSpec(len(own), 1.0, 0.0, TRAINED_ROWS, tuple(own), embedding) for key in tied}
     for key, spec in found.items():
         _check_rows(name, key, modules[key], spec)
     return found
@@ -115,14 +115,15 @@ def _check_rows(name: str, key: str, module: nn.Module, spec: LayerSpec) -> None
         layer_kind(module, spec.kind)
     except ValueError as error:
         raise ValueError(
-            f"adapter {name!r}: trainable_token_indices: {key} is a {type(plain_module(module)).__name__}; only "
-            "plain embeddings, and linear layers without bias, have rows that can be trained"
+            f"adapter {name!r}: trainable_token_indices: {key} is a {type(plain_module(module)).__name__}; "
+            "only plain embeddings, and linear layers without bias, have rows that can be trained"
         ) from error
     rows = plain_module(module).weight.shape[0]  # type: ignore[union-attr, index]
     for token in spec.tokens:
         if not 0 <= token < rows:
             raise ValueError(
-                f"adapter {name!r}: trainable_token_indices: token {token} is outside the {rows} rows of {key}"
+                f"adapter {name!r}: trainable_token_indices: token {token} is outside of {key}, which has "
+                f"{rows} rows"
             )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ...adapters.lora_config import START_VALUES, init_kind
-from ..targets import target_layers
+from ..targets import low_rank, target_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -39,7 +39,7 @@ def with_scaling(model: nn.Module, name: str, config: LoraConfig, scaling: Mappi
 
     `scaling` is by layer name; the adapter's other layers keep theirs.
     """
-    plan = target_layers(model, name, config)
+    plan = low_rank(target_layers(model, name, config))
     if all(scaling.get(key, spec.scaling) == spec.scaling for key, spec in plan.items()):
         return config
     alphas = {

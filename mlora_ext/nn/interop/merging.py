@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...adapters.kind import LayerSpec
 from ...adapters.registry import adapter_kind
+from ...adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS
 from ..active_adapters import one_adapter
+from ..adapter_layer import AdapterLayer
 from ..adapter_weights import adapter_layers
 from ..batch_statistics import StaysInEvaluation
+from ..embedding import MultiLoRAEmbedding
 from ..linear import MultiLoRALinear
+from ..over_module import OverModule, RowSource
+from ..targets import low_rank
 from .peft_folder import adapter_config
 
 
@@ -42,29 +49,59 @@ def merge_and_unload(
     from peft import LoraModel
 
     name = one_adapter(model, adapter_name)
-    layers = _plain_lora(model, name)
+    every = adapter_layers(model, name)
+    layers = _plain_lora(name, every)
     _refuse_other_weights(model, name)
-    _refuse_tied(model, layers)
+    _refuse_tied(model, name, every)
     config = adapter_config(model, name)
     config.init_lora_weights = True
-    config.fan_in_fan_out = all(layer.fan_in_fan_out for layer in layers.values())
+    config.modules_to_save = config.trainable_token_indices = None
+    config.target_modules, config.exclude_modules = sorted(layers), None
+    config.layers_to_transform = config.layers_pattern = None
+    config.fan_in_fan_out = all(getattr(layer, "fan_in_fan_out", True) for layer in layers.values())
     tuner: Any = LoraModel(_plain_copy(model), config, name, low_cpu_mem_usage=True)
     for key, layer in layers.items():
         theirs = tuner.model.get_submodule(key)
         theirs.scaling[name] = layer.specs[name].scaling
-        for bank in ("lora_A", "lora_B"):
-            values = getattr(layer, bank).parameter_of(name).detach().clone()
-            getattr(theirs, bank)[name].weight = nn.Parameter(values, requires_grad=False)
+        for part, parameter in layer.parameters_of(name).items():
+            values = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+            bank = getattr(theirs, part)
+            if isinstance(layer, MultiLoRALinear):
+                bank[name].weight = values
+            else:
+                bank[name] = values
     merged: nn.Module = tuner.merge_and_unload(safe_merge=safe_merge)
+    for key, layer in every.items():
+        if isinstance(layer, OverModule):
+            _replace_trained(merged, key, layer, name, safe_merge)
     return merged
 
 
-def _plain_lora(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
-    """Returns an adapter's layers; raises ValueError if one of them is not plain LoRA on a linear layer."""
-    found = {}
-    for key, layer in adapter_layers(model, name).items():
+def _replace_trained(merged: nn.Module, key: str, layer: OverModule, name: str, safe: bool) -> None:
+    """Puts what an adapter has trained itself into a merged model."""
+    spec, own = layer.specs[name], layer.parameters_of(name)
+    if spec.kind not in (TRAINED_COPY, TRAINED_ROWS):
+        return
+    if safe and not all(parameter.isfinite().all() for parameter in own.values()):
+        raise ValueError(f"adapter {name!r}: layer {key}: a trained weight is NaN or infinite")
+    if spec.kind == TRAINED_COPY:
+        trained = copy.deepcopy(layer.modules_to_save.of(name)).requires_grad_(False)
+        parent, _, child = key.rpartition(".")
+        setattr(merged.get_submodule(parent), child, trained.train(merged.training))
+        return
+    assert isinstance(layer, RowSource)
+    weight: Any = merged.get_submodule(key).weight
+    with torch.no_grad():
+        weight[list(spec.tokens)] = layer.trained_rows(name).to(weight.dtype)
+
+
+def _plain_lora(name: str, layers: Mapping[str, AdapterLayer]) -> dict[str, AdapterLayer]:
+    """Returns an adapter's layers with low-rank parts; raises ValueError if one is not plain LoRA."""
+    found: dict[str, AdapterLayer] = {}
+    for key in low_rank({key: layer.specs[name] for key, layer in layers.items()}):
+        layer = layers[key]
         kind = layer.specs[name].kind
-        if not (isinstance(layer, MultiLoRALinear) and adapter_kind(kind).is_plain):
+        if not isinstance(layer, MultiLoRALinear | MultiLoRAEmbedding) or not adapter_kind(kind).is_plain:
             raise ValueError(
                 f"adapter {name!r}: layer {key}: only plain LoRA can be merged, and this adapter is of kind "
                 f"{kind!r}; save it and merge it with PEFT"
@@ -82,17 +119,28 @@ def _refuse_other_weights(model: nn.Module, name: str) -> None:
             )
 
 
-def _refuse_tied(model: nn.Module, layers: dict[str, MultiLoRALinear]) -> None:
+def _refuse_tied(model: nn.Module, name: str, layers: Mapping[str, AdapterLayer]) -> None:
     owners: dict[int, list[str]] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(key)
     for key, layer in layers.items():
-        others = [other for other in owners[id(layer.weight)] if other != f"{key}.weight"]
+        spec = layer.specs[name]
+        if spec.kind == TRAINED_COPY:
+            continue  # it gets a weight of its own
+        alike = _tied_alike(name, spec, key, layers)
+        tied = owners[id(layer.weight)]
+        others = [other for other in tied if other.rpartition(".")[0] not in alike]
         if others:
             raise ValueError(
                 f"layer {key}: its weight is tied to {', '.join(others)}, and merging would change both; "
                 "untie the weights before you convert the model"
             )
+
+
+def _tied_alike(name: str, spec: LayerSpec, key: str, layers: Mapping[str, AdapterLayer]) -> set[str]:
+    """Returns the layers that train the same rows as this one, and this one."""
+    source = spec.tied_to or key
+    return {key, source} | {other for other, one in layers.items() if one.specs[name].tied_to == source}
 
 
 def _plain_copy(model: nn.Module) -> nn.Module:
@@ -101,9 +149,9 @@ def _plain_copy(model: nn.Module) -> nn.Module:
     for attribute in ("forward", "_original_forward", "peft_config", "_hf_peft_config_loaded"):
         copied.__dict__.pop(attribute, None)
     for key, module in list(copied.named_modules()):
-        if isinstance(module, MultiLoRALinear):
+        if isinstance(module, AdapterLayer):
             parent, _, child = key.rpartition(".")
-            setattr(copied.get_submodule(parent), child, _plain_layer(module))
+            setattr(copied.get_submodule(parent), child, module.plain())
     for module in copied.modules():
         stayed = isinstance(vars(module).get("train"), StaysInEvaluation)
         for attributes in (vars(module), *(v for key, v in vars(module).items() if key.endswith("_hooks"))):
@@ -118,16 +166,3 @@ def _is_ours(value: object) -> bool:
     """Whether conversion made this attribute or hook: its class or function is one of `mlora_ext.nn`."""
     wrapped = getattr(value, "hook", value)  # as torch stores hooks of `load_state_dict`
     return str(getattr(wrapped, "__module__", "")).startswith("mlora_ext.nn.")
-
-
-def _plain_layer(layer: MultiLoRALinear) -> nn.Module:
-    from transformers.pytorch_utils import Conv1D
-
-    d_in, d_out = layer.in_features, layer.out_features
-    with torch.device("meta"):
-        plain: Any = Conv1D(d_out, d_in) if layer.fan_in_fan_out else nn.Linear(d_in, d_out)
-    plain.weight, plain.bias = layer.weight, layer.bias
-    for attribute in [key for key in plain.__dict__ if key.endswith("_hooks")]:
-        plain.__dict__[attribute] = layer.__dict__[attribute]
-    plain.train(layer.training)
-    return plain

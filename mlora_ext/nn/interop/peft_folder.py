@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import os
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 
 from ...adapters.kind import LayerSpec
 from ...adapters.registry import parameter_names
+from ...adapters.trained_parts import TRAINED_COPY, with_task_heads
 from ..adapter_weights import adapter_layers, check_weights, write_weights
 from ..add_remove import add_adapter, plan_adapter
 from ..routing.router import router_of
-from ..targets import portable_targets
+from ..targets import low_rank, portable_targets
 from .embeddings import resized_embeddings
 from .existing_config import without_start
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS, _OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_OF_EMBEDDINGS = ("lora_embedding_A", "lora_embedding_B", "trainable_tokens_delta")
+"""Parts of adapters on embeddings and heads, beside those of registered kinds."""
+_WRAPPED = (".token_adapter.base_layer.", ".base_layer.", ".original_module.")
+"""How PEFT's keys name the base's module inside its own."""
 
 
 def save_adapter(
@@ -129,6 +133,8 @@ def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor])
     state = {}
     for key, tensor in embeddings.items():
         layer, _, parameter = key.rpartition(".")
+        if layer in layers and layers[layer].specs[name].kind == TRAINED_COPY:
+            continue  # the adapter's copy takes its place
         base = ".base_layer" if layer in layers else ""
         state[f"{_PREFIX}{layer}{base}.{parameter}"] = tensor.to("cpu", copy=True).contiguous()
     return state
@@ -136,8 +142,9 @@ def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor])
 
 def adapter_config(model: nn.Module, name: str) -> LoraConfig:
     """Returns an adapter's LoraConfig, with targets that PEFT resolves to the same layers of the base."""
-    config = copy.deepcopy(router_of(model).adapters[name].config)
-    for field, value in portable_targets(model, config, list(adapter_layers(model, name))).items():
+    config = with_task_heads(router_of(model).adapters[name].config)
+    layers = low_rank({key: layer.specs[name] for key, layer in adapter_layers(model, name).items()})
+    for field, value in portable_targets(model, config, list(layers)).items():
         setattr(config, field, value)
     config.inference_mode = True
     base = getattr(getattr(model, "config", None), "_name_or_path", None) or getattr(
@@ -160,7 +167,7 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
         add_adapter(model, name, config, seed=seed)
     else:
         plan = plan_adapter(model, name, read_config(path))
-        weights, others = _read_weights(path)
+        weights, others = _claimed(path, plan, *_read_weights(path))
         _check_others(model, path, others)
         _check_scaling(model, name, plan)
     write_weights(model, name, weights)
@@ -173,18 +180,22 @@ def read_adapter(model: nn.Module, name: str, path: Path) -> tuple[LoraConfig, d
     """
     config = read_config(path)
     plan = plan_adapter(model, name, config)
-    weights, others = _read_weights(path)
+    weights, others = _claimed(path, plan, *_read_weights(path))
     _check_others(model, path, others)
     check_weights(model, name, plan, weights)
     return config, weights
 
 
-def adapter_weights(folder: str | os.PathLike[str]) -> dict[str, dict[str, Tensor]]:
-    """Returns the weights of a PEFT folder by layer name and Parameter name, `lora_A` or `lora_B`.
+def adapter_weights(
+    folder: str | os.PathLike[str], plan: Mapping[str, LayerSpec]
+) -> dict[str, dict[str, Tensor]]:
+    """Returns the weights of a PEFT folder by layer name and Parameter name, such as `lora_A`.
 
-    Raises ValueError if a file is missing or cannot be read, or a weight is NaN or infinite.
+    `plan` holds the adapter's layers. Raises ValueError if a file is missing or cannot be read, or a weight
+    is NaN or infinite.
     """
-    return _read_weights(Path(folder))[0]
+    path = Path(folder)
+    return _claimed(path, plan, *_read_weights(path))[0]
 
 
 def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -> None:
@@ -297,19 +308,46 @@ def _read_weights(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, T
     else:
         raise ValueError(f"folder: {path} has neither {_WEIGHTS} nor {_OLD_WEIGHTS}")
     layers: dict[str, dict[str, Tensor]] = {}
-    others, known = {}, parameter_names()
+    others, known = {}, {*parameter_names(), *_OF_EMBEDDINGS}
     for key, tensor in state.items():
         layer, _, part = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        layer = layer.removesuffix(".token_adapter")
         if part in known:
-            if not tensor.float().isfinite().all():
-                raise ValueError(f"folder: {path}: the tensor {key} contains NaN or infinity")
+            _check_finite(path, key, tensor)
             layers.setdefault(layer, {})[part] = tensor
         else:
             others[key] = tensor
     for layer, parts in layers.items():
-        if len({"lora_A", "lora_B"} & set(parts)) == 1:
-            raise ValueError(f"folder: {path} has only {', '.join(parts)} of layer {layer}")
+        for pair in ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"}):
+            if len(pair & set(parts)) == 1:
+                raise ValueError(f"folder: {path} has only {', '.join(parts)} of layer {layer}")
     return layers, others
+
+
+def _claimed(
+    path: Path,
+    plan: Mapping[str, LayerSpec],
+    layers: dict[str, dict[str, Tensor]],
+    others: Mapping[str, Tensor],
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Moves the tensors of modules of which the adapter trains copies from `others` to `layers`."""
+    copies = [key for key, spec in plan.items() if spec.kind == TRAINED_COPY]
+    rest = {}
+    for key, tensor in others.items():
+        own = key.removeprefix(_PREFIX)
+        layer = next((one for one in copies if own.startswith(f"{one}.")), None)
+        part = own.removeprefix(f"{layer}.")
+        if layer is None:
+            rest[key] = tensor
+        elif not part.startswith(("original_module.", "modules_to_save.")):  # PEFT repeats resized embeddings
+            _check_finite(path, key, tensor)
+            layers.setdefault(layer, {})[part] = tensor
+    return layers, rest
+
+
+def _check_finite(path: Path, key: str, tensor: Tensor) -> None:
+    if not tensor.float().isfinite().all():
+        raise ValueError(f"folder: {path}: the tensor {key} contains NaN or infinity")
 
 
 def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -319,7 +357,10 @@ def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -
     """
     base = dict(model.named_parameters(remove_duplicate=False)) if tensors else {}
     for key, tensor in tensors.items():
-        own = base.get(key.removeprefix(_PREFIX).replace(".base_layer.", "."))
+        plain = key.removeprefix(_PREFIX)
+        for wrapped in _WRAPPED:
+            plain = plain.replace(wrapped, ".")
+        own = base.get(plain)
         if own is None:
             raise ValueError(
                 f"folder: {path} contains the tensor {key}, which is not part of a plain LoRA adapter"

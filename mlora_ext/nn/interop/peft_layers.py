@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers of a model: checks them, and reads what is not in their configs."""
+"""PEFT's layers of a model with LoRA adapters: checks them, and reads what is not in their configs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..unconverted_state import check_layer, check_untouched
+from ..unconverted_state import check_layer, check_module, check_untouched
 
 
 @dataclass(frozen=True)
 class PeftLayers:
-    """PEFT's LoRA layers in a base model.
+    """PEFT's layers in a base model.
 
     Attributes:
-        layers: `peft.tuners.lora.Linear` by the name of the layer that it wraps.
+        layers: by the name of the module that each wraps: `Linear` and `Embedding` of `peft.tuners.lora`,
+            `ModulesToSaveWrapper`, `TrainableTokensWrapper`.
         configs: of the adapters, by name.
     """
 
@@ -35,7 +36,10 @@ class PeftLayers:
         from peft.utils.other import AuxiliaryTrainingWrapper
 
         kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-        found: dict[str, Any] = {key: m for key, m in base.named_modules() if isinstance(m, kinds)}
+        found: dict[str, Any] = {}
+        for key, module in base.named_modules():
+            if isinstance(module, kinds) and not any(key.startswith(f"{outer}.") for outer in found):
+                found[key] = module
         if not found:
             raise ValueError("peft_model: has no LoRA layers; were they unloaded or merged already?")
         for key, layer in found.items():
@@ -45,33 +49,34 @@ class PeftLayers:
         return cls(found, configs)
 
     def bases(self) -> dict[str, nn.Module]:
-        """Returns the wrapped layers by name."""
-        return {key: layer.base_layer for key, layer in self.layers.items()}
+        """Returns the wrapped modules by name."""
+        return {key: base_of(layer) for key, layer in self.layers.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yields A and B of all adapters."""
+        """Yields the Parameters of all adapters."""
         for layer in self.layers.values():
-            for bank in (layer.lora_A, layer.lora_B):
-                yield from bank.parameters()
+            for name in names_on(layer):
+                yield from parts_of(layer, name).values()
 
     def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
-        """Returns an adapter's `lora_A [r, d_in]` and `lora_B [d_out, r]` by layer name."""
+        """Returns an adapter's weights by layer name and Parameter name, such as `lora_A`."""
         return {
-            key: {"lora_A": layer.lora_A[name].weight.data, "lora_B": layer.lora_B[name].weight.data}
+            key: {part: parameter.data for part, parameter in parts_of(layer, name).items()}
             for key, layer in self.layers.items()
-            if name in layer.lora_A
+            if parts_of(layer, name)
         }
 
     def scaling(self, name: str) -> dict[str, float]:
         """Returns an adapter's scaling by layer name, including changes by `set_scale` and the like."""
-        return {key: layer.scaling[name] for key, layer in self.layers.items() if name in layer.lora_A}
+        own = {key: layer for key, layer in self.layers.items() if not _is_wrapper(layer)}
+        return {key: layer.scaling[name] for key, layer in own.items() if name in layer.scaling}
 
     def dropout(self, name: str, default: float) -> float:
         """Returns an adapter's dropout probability; raises ValueError if its layers have several."""
         found = {
             getattr(layer.lora_dropout[name], "p", 0.0)
             for layer in self.layers.values()
-            if name in layer.lora_dropout
+            if name in getattr(layer, "lora_dropout", ())
         }
         if len(found) > 1:
             raise ValueError(
@@ -90,55 +95,91 @@ class PeftLayers:
         return True in dropping if dropping else bool(self.layers[key].training)
 
     def trains(self, name: str, weight: nn.Parameter) -> bool:
-        """Whether A or B of an adapter is trained.
+        """Whether a Parameter of an adapter is trained.
 
         PEFT freezes inactive adapters and trains them once they are active. Here all adapters are active.
         """
         if weight.requires_grad:
             return True
-        ours = [layer for layer in self.layers.values() if name in layer.lora_A]
+        ours = [layer for layer in self.layers.values() if name in names_on(layer)]
         waits = not any(name in layer.active_adapters for layer in ours)
-        frozen = not any(
-            bank[name].weight.requires_grad for layer in ours for bank in (layer.lora_A, layer.lora_B)
-        )
+        frozen = not any(p.requires_grad for layer in ours for p in parts_of(layer, name).values())
         return waits and frozen and not self.configs[name].inference_mode
 
     def keep_dtype(self) -> bool:
         """Whether all adapters have the base's dtype; if not, a half-precision base keeps them in fp32."""
         return all(
-            bank[name].weight.dtype == layer.base_layer.weight.dtype
+            parameter.dtype == next(base_of(layer).parameters()).dtype
             for layer in self.layers.values()
-            for bank in (layer.lora_A, layer.lora_B)
-            for name in bank
+            for name in names_on(layer)
+            for parameter in parts_of(layer, name).values()
         )
+
+
+def base_of(layer: Any) -> nn.Module:
+    """Returns the base's module inside one of PEFT's layers."""
+    found: nn.Module = layer.original_module if _is_wrapper(layer) else layer.base_layer
+    return found
+
+
+def names_on(layer: Any) -> list[str]:
+    """Returns the names of the adapters on one of PEFT's layers."""
+    if _is_wrapper(layer):
+        return sorted(layer._get_available_adapters())
+    return [*layer.lora_A, *layer.lora_embedding_A]
+
+
+def parts_of(layer: Any, name: str) -> dict[str, nn.Parameter]:
+    """Returns an adapter's Parameters in one of PEFT's layers, by the names that they have here."""
+    if name not in names_on(layer):
+        return {}
+    if hasattr(layer, "token_adapter"):
+        tied = layer.token_adapter.tied_adapter is not None
+        return {} if tied else {"trainable_tokens_delta": layer.token_adapter.trainable_tokens_delta[name]}
+    if _is_wrapper(layer):
+        return dict(layer.modules_to_save[name].named_parameters())
+    if name in layer.lora_embedding_A:
+        parts = ("lora_embedding_A", "lora_embedding_B")
+        return {part: getattr(layer, part)[name] for part in parts}
+    return {part: getattr(layer, part)[name].weight for part in ("lora_A", "lora_B")}
+
+
+def _is_wrapper(layer: Any) -> bool:
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return isinstance(layer, AuxiliaryTrainingWrapper)
 
 
 def _dropping(layer: Any) -> set[bool]:
     """Returns the training modes of those dropouts of a layer that can drop anything."""
-    return {dropout.training for dropout in layer.lora_dropout.values() if getattr(dropout, "p", 0.0)}
+    dropouts = () if _is_wrapper(layer) else layer.lora_dropout.values()
+    return {dropout.training for dropout in dropouts if getattr(dropout, "p", 0.0)}
 
 
 def _check_kind(key: str, layer: Any) -> None:
-    from peft.tuners.lora.layer import Linear
+    from peft.tuners.lora.layer import Embedding, Linear
+    from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
-    if type(layer) is not Linear or layer.lora_variant:
+    served = (Linear, Embedding, ModulesToSaveWrapper, TrainableTokensWrapper)
+    if type(layer) not in served or getattr(layer, "lora_variant", None):
         kinds = [type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()]
         raise ValueError(
-            f"layer {key}: expected plain LoRA on a linear layer (peft.tuners.lora.Linear), got "
+            f"layer {key}: expected plain LoRA on a linear layer (peft.tuners.lora.Linear) or embedding, got "
             f"{', '.join(kinds) or type(layer).__qualname__}, which is not supported"
         )
 
 
 def _check_use(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
     """Raises ValueError if PEFT leaves adapters of a layer out, or only some of its dropouts train."""
-    if layer.merged:
+    tuner = getattr(layer, "token_adapter", layer)
+    if tuner.__dict__.get("merged_adapters"):
         raise ValueError(f"peft_model: adapters of {key} are merged into the base; call unmerge_adapter()")
     if layer.disable_adapters:
         raise ValueError(
             f"peft_model: adapters of {key} are disabled; call enable_adapter_layers() of a PEFT model, or "
             "enable_adapters() of a Transformers model"
         )
-    for name in layer.lora_A:
+    for name in names_on(layer):
         if name not in configs:
             raise ValueError(f"peft_model: layer {key} has an adapter {name!r} without a config")
         if len(configs) == 1 and name not in layer.active_adapters:
@@ -156,6 +197,9 @@ def _check_use(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
 def _check_parts(key: str, layer: Any) -> None:
     """Raises ValueError for hooks and patches within a layer; those on the layer itself move with it."""
     check_untouched(f"layer {key}", layer, moves=True)
+    if _is_wrapper(layer):
+        _check_wrapper(key, layer)
+        return
     for part, module in layer.named_modules():
         if part and not part.startswith("base_layer"):
             check_untouched(f"layer {key}.{part}", module)
@@ -167,7 +211,24 @@ def _check_parts(key: str, layer: Any) -> None:
     for bank in ("lora_A", "lora_B"):
         for name, module in getattr(layer, bank).items():
             check_layer(f"{key}.{bank}.{name}", module)
-            _check_weight(f"layer {key}.{bank}.{name}", module.weight, layer.base_layer.weight)
+    for name in names_on(layer):
+        for part, parameter in parts_of(layer, name).items():
+            _check_weight(f"layer {key}.{part}.{name}", parameter, layer.base_layer.weight)
+
+
+def _check_wrapper(key: str, layer: Any) -> None:
+    base = base_of(layer)
+    for name in names_on(layer):
+        if hasattr(layer, "modules_to_save"):
+            trained = layer.modules_to_save[name]
+            if [type(part) for part in trained.modules()] != [type(part) for part in base.modules()]:
+                raise ValueError(
+                    f"layer {key}: adapter {name!r} has LoRA inside a module of modules_to_save, which is "
+                    "not supported"
+                )
+            check_module(f"{key}.modules_to_save.{name}", trained)
+        for part, parameter in parts_of(layer, name).items():
+            _check_weight(f"layer {key}.{part}.{name}", parameter, next(base.parameters()))
 
 
 def _check_weight(what: str, weight: nn.Parameter, base: Tensor) -> None:

@@ -10,13 +10,13 @@ from torch import nn
 
 from ...adapters.lora_config import check_name
 from ...adapters.registry import kind_for
+from ..adapter_layer import AdapterLayer
 from ..adapter_weights import check_weights, write_weights
 from ..add_remove import plan_adapter
 from ..convert import convert_model
-from ..linear import MultiLoRALinear
 from ..unconverted_state import check_untouched, move_hooks
 from .existing_config import with_scaling, without_start
-from .peft_layers import PeftLayers
+from .peft_layers import PeftLayers, names_on, parts_of
 
 if TYPE_CHECKING:
     from peft import LoraModel, PeftModel
@@ -69,7 +69,7 @@ def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
     if not isinstance(model, nn.Module):
         raise ValueError(f"peft_model: expected a model with PEFT's adapters, got {type(model).__name__}")
-    if any(isinstance(module, MultiLoRALinear) for module in model.modules()):
+    if any(isinstance(module, AdapterLayer) for module in model.modules()):
         raise ValueError("peft_model: is already converted; use mlora_ext.add_adapter to add an adapter")
     configs = getattr(model, "peft_config", None) if isinstance(model, PeftModel) else None
     configs = configs or vars(model).get("peft_config")
@@ -128,10 +128,10 @@ def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
     """Takes frozen parameters, training mode and hooks over."""
     for key, theirs in layers.layers.items():
         layer: Any = model.get_submodule(key)
-        for name in theirs.lora_A:
-            for bank in ("lora_A", "lora_B"):
-                trains = layers.trains(name, getattr(theirs, bank)[name].weight)
-                getattr(layer, bank).parameter_of(name).requires_grad_(trains)
+        for name in names_on(theirs):
+            own = layer.parameters_of(name)
+            for part, parameter in parts_of(theirs, name).items():
+                own[part].requires_grad_(layers.trains(name, parameter))
         layer.train(layers.mode(key))
         move_hooks(theirs, layer)
     if any(layers.drops(key) for key in layers.layers):

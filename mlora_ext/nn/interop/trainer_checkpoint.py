@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...adapters.registry import parameter_names
-from ..adapter_weights import adapter_parameters
+from ..adapter_weights import adapter_layers, adapter_parameters
 from ..routing.router import router_of
 from .embeddings import resized_embeddings
 from .peft_folder import write_folder
@@ -41,11 +40,18 @@ def adapter_tensors(
     own = adapter_parameters(model, name)
     source = own if state_dict is None else state_dict
     return {
-        f"{key.removesuffix(f'.{name}.weight')}.weight": source[key]
-        .detach()
-        .clone(memory_format=torch.contiguous_format)
-        for key in own
+        theirs: source[key].detach().clone(memory_format=torch.contiguous_format)
+        for key, theirs in _keys(model, name).items()
         if key in source
+    }
+
+
+def _keys(model: nn.Module, name: str) -> dict[str, str]:
+    """Returns PEFT's key, without its prefix, of each of an adapter's Parameters by the model's key."""
+    return {
+        f"{key}.{layer.state_key(name, part)}": f"{key}.{layer.peft_key(name, part)}"
+        for key, layer in adapter_layers(model, name).items()
+        for part in layer.parameters_of(name)
     }
 
 
@@ -71,15 +77,15 @@ def save(
         inside = len(names) > 1 and name != "default"
         weights = {f"base_model.model.{key}": tensor for key, tensor in tensors.items()}
         write_folder(model, name, folder / name if inside else folder, weights, embeddings)
-        for key, tensor in tensors.items():
-            resumed[f"{key.removesuffix('.weight')}.{name}.weight"] = tensor
+        resumed |= {key: tensors[theirs] for key, theirs in _keys(model, name).items() if theirs in tensors}
     _write(folder / _FILE, resumed)
 
 
 def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Returns base parameters that the user lets train, with a warning: PEFT's folders lack them."""
     source = model.state_dict() if state_dict is None else state_dict
-    trained = [key for key, p in model.named_parameters() if p.requires_grad and not _is_adapters(key)]
+    ours = _adapters_keys(model)
+    trained = [key for key, p in model.named_parameters() if p.requires_grad and key not in ours]
     found = {key: source[key].detach().clone() for key in trained if key in source}
     if found:
         some = [*list(found)[:3], *(["..."] if len(found) > 3 else [])]
@@ -91,8 +97,8 @@ def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> 
     return found
 
 
-def _is_adapters(key: str) -> bool:
-    return any(f".{name}." in key for name in parameter_names())
+def _adapters_keys(model: nn.Module) -> set[str]:
+    return {key for name in router_of(model).adapters for key in adapter_parameters(model, name)}
 
 
 def _clear_root(folder: Path) -> None:
@@ -145,5 +151,5 @@ def _excuse_base(model: nn.Module, incompatible: Any) -> None:
     """Drops the step and missing base weights from the report on such a file: both are by design."""
     if _STEP in incompatible.unexpected_keys:
         incompatible.unexpected_keys.remove(_STEP)
-        adapters = [key for key in incompatible.missing_keys if _is_adapters(key)]
-        incompatible.missing_keys[:] = adapters
+        ours = _adapters_keys(model)
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key in ours]

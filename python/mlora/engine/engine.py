@@ -37,7 +37,9 @@ from mlora.optim.optim_config import OptimConfig
 from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
 from mlora.pipeline.trace import Entry
+from mlora_ext.adapters.kind import LayerSpec
 from mlora_ext.frozen.base_gemm import base_gemm_of
+from mlora_ext.nn.adapter_weights import adapter_layers
 from mlora_ext.nn.interop.peft_folder import adapter_weights, read_config
 from mlora_ext.nn.routing.router import router_of
 
@@ -359,9 +361,12 @@ class Engine(Batcher):
                 "lora": plain_lora(router_of(self.registry).adapters[name].config),
                 "optim": asdict(optim),
                 "seed": seed,
-                "weights": None if folder is None else adapter_weights(folder),
+                "weights": None if folder is None else adapter_weights(folder, self._plan_of(name)),
             }
             self._control("create", name, arguments, first_done=self.registry is self.model)
+
+    def _plan_of(self, name: str) -> dict[str, LayerSpec]:
+        return {key: layer.specs[name] for key, layer in adapter_layers(self.registry, name).items()}
 
     def remove_adapter(self, name: str) -> None:
         """Forgets an adapter, its gradients and its optimizer.
