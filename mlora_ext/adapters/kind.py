@@ -23,9 +23,11 @@ class LayerSpec:
     Attributes:
         scaling: `alpha / r`, or `alpha / sqrt(r)`.
         dropout: probability, on the input of the low-rank part.
-        kind: the kind's name in the registry.
+        kind: the kind's name in the registry, or one of `mlora_ext.adapters.trained_parts`.
         parameters: for targets on parameters of a module (`target_parameters`), the settings of each by name;
             then `rank` is their sum, and `scaling` that of the first.
+        tokens: rows of an embedding or head that are trained, for `TRAINED_ROWS`.
+        tied_to: name of the layer that holds the Parameters; empty: this layer does.
     """
 
     rank: int
@@ -33,6 +35,8 @@ class LayerSpec:
     dropout: float
     kind: str = "lora"
     parameters: tuple[tuple[str, LayerSpec], ...] = ()
+    tokens: tuple[int, ...] = ()
+    tied_to: str = ""
 
     @classmethod
     def of_parameters(cls, parameters: Mapping[str, LayerSpec]) -> LayerSpec:
@@ -51,6 +55,14 @@ def one_by_one(plan: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
         else:
             found[key] = spec
     return found
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Size of one Parameter of an adapter that has memory of its own."""
+
+    shape: tuple[int, ...]
+    trained: bool = True
 
 
 @dataclass(frozen=True)

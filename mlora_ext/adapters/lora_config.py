@@ -9,6 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ..ops.dropout import check_probability
+from .trained_parts import check_trained_parts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -30,6 +31,8 @@ _HONOURED = {
     "eva_config",
     "corda_config",
     "lora_ga_config",
+    "modules_to_save",
+    "trainable_token_indices",
 }
 # Facts about the adapter or its folder; they do not change the result here.
 _NEUTRAL = {
@@ -49,7 +52,6 @@ START_VALUES = ("orthogonal", "eva")
 NEEDS_DATA = {"eva": "eva_config", "corda": "corda_config", "lora_ga": "lora_ga_config"}
 """Values of `init_lora_weights` that look at the adapter's data, each with the field of its settings."""
 _CHANGE_THE_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
-_TRAINED_HEADS = {"SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS"}
 
 
 def check_name(name: str) -> None:
@@ -93,11 +95,7 @@ def check_config(name: str, config: LoraConfig, honoured: str = "") -> None:
         # PEFT itself writes None, {}, [] or False for "not given".
         if value != usual and (value or usual):
             raise ValueError(f"adapter {name!r}: {item.name}={value!r} is not supported")
-    if config.task_type in _TRAINED_HEADS:
-        raise ValueError(
-            f"adapter {name!r}: task_type={str(config.task_type)!r} is not supported: with it PEFT trains "
-            "the model's head, too (modules_to_save); leave it out to train the adapter alone"
-        )
+    check_trained_parts(name, config)
     for field in ("rank_pattern", "alpha_pattern"):
         if not isinstance(getattr(config, field) or {}, dict):
             raise ValueError(f"adapter {name!r}: {field}: expected a dict, got {getattr(config, field)!r}")

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..adapters.kind import LayerSpec, ParameterSpec
+from ..adapters.kind import LayerSpec, ParameterSpec, TensorSpec
 from ..adapters.registry import adapter_kind
 from ..frozen.weight import FrozenWeight
 from .bank import AdapterBank
@@ -31,6 +31,7 @@ class AdapterLayer(nn.Module):
         group: for a layer without adapters.
 
     Attributes:
+        served: names of the kinds of adapters that a class serves; None: those of the registry.
         frozen: what stays of the base's module.
         specs: the settings of each adapter on this layer, by name.
         group: layers with the same adapters and settings.
@@ -39,6 +40,7 @@ class AdapterLayer(nn.Module):
         written: adapters to whose gradients backward has added; see `mlora_ext.ops.held`.
     """
 
+    served: tuple[str, ...] | None = None
     frozen: FrozenWeight
 
     def __init__(
@@ -87,8 +89,14 @@ class AdapterLayer(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:
+    def shapes(
+        cls, module: nn.Module, spec: LayerSpec
+    ) -> Mapping[str, ParameterSpec] | Mapping[str, TensorSpec]:
         """Returns the Parameters that an adapter would have on a module, converted or not, by name."""
+        raise NotImplementedError
+
+    def plain(self) -> nn.Module:
+        """Returns the base's module as it was, with the same tensors."""
         raise NotImplementedError
 
     def put(self, name: str, config: Any, spec: LayerSpec, seed: int) -> None:
@@ -101,12 +109,17 @@ class AdapterLayer(nn.Module):
             seed: the seed of this adapter in this layer.
         """
         self.specs[name] = spec
-        parts = self.shapes(self, spec)
-        own = {part: self.bank(part, shape).add(name, shape.rows) for part, shape in parts.items()}
-        for part, parameter in own.items():
-            parameter.requires_grad_(parts[part].trained and not config.inference_mode)
+        own = {}
+        for part, shape in self.shapes(self, spec).items():
+            assert isinstance(shape, ParameterSpec)
+            own[part] = self.bank(part, shape).add(name, shape.rows)
+            own[part].requires_grad_(shape.trained and not config.inference_mode)
         if not any(parameter.is_meta for parameter in own.values()):  # meta: another process's layer
-            adapter_kind(spec.kind).initialise(own, config, spec, seed, self.frozen)
+            self.initialise(own, config, spec, seed)
+
+    def initialise(self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int) -> None:
+        """Fills a new adapter's Parameters; see `AdapterKind.initialise`."""
+        adapter_kind(spec.kind).initialise(own, config, spec, seed, self.frozen)
 
     def take(self, name: str) -> None:
         """Removes an adapter; the others do not move."""
@@ -138,10 +151,20 @@ class AdapterLayer(nn.Module):
         return f"{part}.{name}.weight"
 
     @classmethod
-    def peft_keys(cls, spec: LayerSpec) -> dict[str, str]:
+    def peft_keys(cls, module: nn.Module, spec: LayerSpec) -> dict[str, str]:
         """Returns, by Parameter name, the part of its key in PEFT's files that follows the layer's name."""
         kind = adapter_kind(spec.kind)
         return {part: kind.peft_key(part) for part in kind.parameter_names}
+
+    def exported(self, name: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns an adapter's tensors as a PEFT folder holds them; see `AdapterKind.exported`."""
+        return adapter_kind(self.specs[name].kind).exported(own)
+
+    def note_kinds(self) -> None:
+        """Notes of which kinds the layer's adapters are, after one has come or gone."""
+        kinds = {name: adapter_kind(spec.kind) for name, spec in self.specs.items()}
+        self.plain_kinds = all(kind.is_plain for kind in kinds.values())
+        self.own_bases = frozenset(name for name, kind in kinds.items() if kind.has_own_base)
 
     @property
     def scaling(self) -> Mapping[str, float]:

@@ -54,6 +54,16 @@ def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     }
 
 
+def peft_keys(module: nn.Module, spec: LayerSpec) -> dict[str, str]:
+    """Returns, by name of an adapter's Parameters on a module, their keys in PEFT's files after the module's.
+
+    Args:
+        module: converted or not.
+        spec: the adapter's settings there.
+    """
+    return layer_kind(module, spec.kind).peft_keys(module, spec)
+
+
 def written_marks(model: nn.Module, name: str) -> list[set[str]]:
     """Returns where each of an adapter's Parameters in this process is noted; see `mlora_ext.ops.held`.
 
@@ -80,33 +90,12 @@ def scalings(model: nn.Module, name: str) -> list[float]:
 def write_weights(model: nn.Module, name: str, layers: LayerWeights) -> None:
     """Copies weights into an adapter after `check_weights` has checked all of them."""
     mine = adapter_layers(model, name)
-    specs = {key: layer.specs[name] for key, layer in mine.items()}
-    check_weights(model, name, specs, layers)
+    check_weights(model, name, {key: layer.specs[name] for key, layer in mine.items()}, layers)
     with torch.no_grad():
-        for key, tensors in _by_part(model, specs, layers).items():
+        for key, tensors in layers.items():
             for part, parameter in mine[key].parameters_of(name).items():
                 parameter.copy_(tensors[part])
     router_of(model).adapters[name].awaits_data = False
-
-
-def _by_part(model: nn.Module, specs: Mapping[str, LayerSpec], layers: LayerWeights) -> LayerWeights:
-    """Returns weights by the names that they have here; PEFT wraps a module once per targeted parameter."""
-    found = dict(layers)
-    for key, spec in specs.items():
-        if not spec.parameters or key not in layers:
-            continue
-        keys = layer_kind(model.get_submodule(key)).peft_keys(spec)
-        if set(keys) <= set(layers[key]):
-            continue
-        places = {part: f"{key}.{own}".removesuffix(".weight").rpartition(".") for part, own in keys.items()}
-        for layer in {layer for layer, _, _ in places.values()}:
-            found.pop(layer, None)
-        found[key] = {
-            part: layers[layer][own]
-            for part, (layer, _, own) in places.items()
-            if own in layers.get(layer, ())
-        }
-    return found
 
 
 def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], layers: LayerWeights) -> None:
@@ -114,15 +103,16 @@ def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], l
 
     Raises ValueError, naming the first layer that is missing, unknown or of another shape.
     """
-    layers = _by_part(model, specs, layers)
     for key in [*specs, *layers]:
+        if key not in layers and specs[key].tied_to:
+            continue
         if key not in layers or key not in specs:
             side = "the weights to load" if key not in layers else "the model's adapter"
             raise ValueError(
                 f"adapter {name!r}: layer {key} is missing in {side}; use an adapter of this base model"
             )
         module = model.get_submodule(key)
-        expected = layer_kind(module).shapes(module, specs[key])
+        expected = layer_kind(module, specs[key].kind).shapes(module, specs[key])
         if expected.keys() != layers[key].keys():
             raise ValueError(
                 f"adapter {name!r}: layer {key}: expected {', '.join(expected)}, got {', '.join(layers[key])}"

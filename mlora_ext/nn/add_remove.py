@@ -12,17 +12,20 @@ from torch import nn
 
 from ..adapters.kind import LayerSpec
 from ..adapters.lora_config import check_name, needs_data
-from ..adapters.registry import adapter_kind, kind_for
+from ..adapters.registry import kind_for
+from ..adapters.trained_parts import TRAINED_COPY
 from ..ops.functional import scaling_dtype
 from .adapter_layer import AdapterLayer
 from .adapter_weights import adapter_layers
+from .conflicts import refuse_conflicts
 from .fused_projections import FusedProjections
 from .layer_kinds import layer_kind
 from .linear import MultiLoRALinear
+from .over_module import RowSource, plain_module
 from .routing.route import LayerGroup
 from .routing.router import AdapterInfo, router_of
 from .targets import linear_layers, target_layers
-from .unconverted_state import check_layer
+from .unconverted_state import check_layer, check_module
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -103,7 +106,9 @@ def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, L
     """Checks a new adapter's name, config and targets; returns its layers."""
     check_name(name)
     kind_for(name, config).check(name, config)
-    return target_layers(model, name, config)
+    plan = target_layers(model, name, config)
+    refuse_conflicts(model, {name: plan})
+    return plan
 
 
 def convert_layers(
@@ -119,9 +124,11 @@ def convert_layers(
         for key, spec in plan.items():
             rows[key] = rows.get(key, 0) + spec.rank
     for index, key, module in _wanted(model, plans, every):
-        if not isinstance(module, AdapterLayer):
+        specs = [plan[key] for plan in plans.values() if key in plan]
+        wanted = layer_kind(module, specs[0].kind) if specs else MultiLoRALinear
+        if type(module) is not wanted and (specs or not isinstance(module, AdapterLayer)):
             settings = {"router": router, "index": index, "autocast": autocast, "dtype": dtype}
-            module = _replace(model, key, module, **settings)
+            module = _replace(model, key, wanted, **settings)
         if len(plans) > 1 and key in rows and isinstance(module, MultiLoRALinear):
             module.lora_A.reserve(rows[key])
             module.lora_B.reserve(rows[key])
@@ -147,8 +154,14 @@ def _wanted(
 
 def refuse_state(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], every: bool = False) -> None:
     """Raises ValueError, before any change, for a layer with state that conversion would lose."""
+    refuse_conflicts(model, plans)
+    copied = {key for plan in plans.values() for key, spec in plan.items() if spec.kind == TRAINED_COPY}
     for _, key, module in _wanted(model, plans, every):
-        if not isinstance(module, AdapterLayer):
+        if isinstance(module, AdapterLayer):
+            continue
+        if key in copied or isinstance(module, nn.Embedding):
+            check_module(key, module)
+        else:
             check_layer(key, module, own_parts=not MultiLoRALinear.serves(module))
 
 
@@ -158,8 +171,9 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return next(wide, torch.get_default_dtype())
 
 
-def _replace(model: nn.Module, key: str, module: nn.Module, **settings: Any) -> AdapterLayer:
-    layer = layer_kind(module).of(module, name=key, **settings)
+def _replace(model: nn.Module, key: str, wanted: type[AdapterLayer], **settings: Any) -> AdapterLayer:
+    module = plain_module(model.get_submodule(key))
+    layer = wanted.of(module, name=key, **settings)
     layer.train(module.training)
     parent, _, child = key.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
@@ -173,6 +187,9 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
         layer = model.get_submodule(key)
         assert isinstance(layer, AdapterLayer)
         layer.put(name, config, spec, named_seed(seed, name, key))
+        if spec.tied_to:
+            assert isinstance(layer, RowSource)
+            layer.tie(model.get_submodule(spec.tied_to))
         info.awaits_data |= layer.frozen.device.type != "meta" and needs_data(config)
     router_of(model).adapters[name] = info
 
@@ -190,9 +207,7 @@ def regroup(model: nn.Module) -> None:
     layers = {key: module for key, module in model.named_modules() if isinstance(module, AdapterLayer)}
     for module in layers.values():
         names = tuple(name for name in router.adapters if name in module.specs)
-        kinds = {name: adapter_kind(module.specs[name].kind) for name in names}
-        module.plain_kinds = all(kind.is_plain for kind in kinds.values())
-        module.own_bases = frozenset(name for name, kind in kinds.items() if kind.has_own_base)
+        module.note_kinds()
         scaling = tuple(module.specs[name].scaling for name in names)
         dropout = tuple(module.specs[name].dropout for name in names)
         key = (names, scaling, dropout, module.frozen.device, scaling_dtype(module.frozen.dtype))

@@ -4,21 +4,39 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS
 from .adapter_layer import AdapterLayer
+from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
+from .over_module import OverModule
 from .parameters.experts import MultiLoRAExperts
 from .parameters.matrix import MultiLoRAMatrix
+from .row_head import TrainedRowsLinear
+from .trained_copies import TrainedCopies
 
-LAYER_KINDS: tuple[type[AdapterLayer], ...] = (MultiLoRALinear, MultiLoRAExperts, MultiLoRAMatrix)
+LAYER_KINDS: tuple[type[AdapterLayer], ...] = (
+    MultiLoRALinear,
+    MultiLoRAExperts,
+    MultiLoRAEmbedding,
+    TrainedRowsLinear,
+    TrainedCopies,
+    MultiLoRAMatrix,
+)
 
 
-def layer_kind(module: nn.Module) -> type[AdapterLayer]:
+def layer_kind(module: nn.Module, kind: str = "lora") -> type[AdapterLayer]:
     """Returns the class that serves a module, converted or not.
+
+    Args:
+        kind: name of the kind of adapter, as in `LayerSpec.kind`.
 
     Raises:
         ValueError: adapters cannot be put on this module.
     """
-    for kind in LAYER_KINDS:
-        if kind.serves(module):
-            return kind
+    if isinstance(module, OverModule):
+        module = module.base
+    for layer in LAYER_KINDS:
+        known = kind not in (TRAINED_COPY, TRAINED_ROWS) if layer.served is None else kind in layer.served
+        if known and layer.serves(module):
+            return layer
     raise ValueError(f"adapters cannot be put on a {type(module).__name__}")

@@ -116,6 +116,18 @@ class MultiLoRALinear(AdapterLayer):
     def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:
         return adapter_kind(spec.kind).parameters(spec.rank, *features(module))
 
+    def plain(self) -> nn.Module:
+        from transformers.pytorch_utils import Conv1D
+
+        d_in, d_out = self.in_features, self.out_features
+        with torch.device("meta"):
+            plain: Any = Conv1D(d_out, d_in) if self.fan_in_fan_out else nn.Linear(d_in, d_out)
+        plain.weight, plain.bias = self.weight, self.bias
+        for attribute in [key for key in plain.__dict__ if key.endswith("_hooks")]:
+            plain.__dict__[attribute] = self.__dict__[attribute]
+        plain.train(self.training)
+        return plain
+
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer to packed or batched rows.
 

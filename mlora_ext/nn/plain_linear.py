@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..frozen.quantized.families import is_bitsandbytes
 from .adapter_layer import AdapterLayer
+from .over_module import OverModule
 
 # Computes `x @ W.T`, the same result as nn.Linear.
 _FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
@@ -39,6 +40,8 @@ def is_transposed(module: nn.Module) -> bool:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """Returns d_in and d_out of a linear layer, converted or not."""
+    if isinstance(module, OverModule):
+        module = module.base
     if isinstance(module, AdapterLayer) or is_bitsandbytes(module):
         return module.in_features, module.out_features  # type: ignore[return-value]
     weight: Any = module.weight

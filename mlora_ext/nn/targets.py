@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -13,9 +13,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..adapters.kind import LayerSpec
 from ..adapters.registry import kind_for
+from ..adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS, with_task_heads
 from .adapter_layer import AdapterLayer
+from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
+from .over_module import OverModule
 from .parameters.targets import check_parameters, in_order, is_weight, target_parameters
+from .trained_targets import trained_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -23,19 +27,21 @@ if TYPE_CHECKING:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether an adapter can be put on a module."""
-    return MultiLoRALinear.serves(module)
+    """Whether a module is a linear layer that an adapter can be put on, converted or not."""
+    return MultiLoRALinear.serves(module.base if isinstance(module, OverModule) else module)
 
 
 def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
-    """Returns the adapter's spec in each layer that PEFT would put it on, by name, in the model's order.
+    """Returns the adapter's spec in each layer that PEFT would put it on, by name.
 
-    Raises ValueError if nothing matches, or a match is not a linear layer.
+    First come layers with low-rank parts, then modules that it trains copies or rows of, both in the model's
+    order. Raises ValueError if a name matches nothing, or a match cannot have such an adapter.
     """
-    resolved, kind = _resolve(model, name, config), kind_for(name, config).name
-    parameters = target_parameters(resolved, _base_modules(model))
+    resolved, kind = _resolve(model, name, with_task_heads(config)), kind_for(name, config).name
+    modules = dict(base_modules(model))
+    parameters = target_parameters(resolved, modules.items())
     layers = {}
-    for key, module in _base_modules(model):
+    for key, module in modules.items():
         targeted = matches(resolved, key)
         if targeted:
             _check_target(model, name, resolved, key, module)
@@ -49,7 +55,19 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
         raise ValueError(f"adapter {name!r}: target_parameters={wanted!r} match no parameter of this model")
     if not layers:
         raise ValueError(f"adapter {name!r}: {_no_match(model, config)}")
-    return layers
+    trained = trained_layers(model, name, resolved, modules)
+    for key in trained:
+        if key in layers:
+            raise ValueError(
+                f"adapter {name!r}: {key} is in target_modules and is trained itself (modules_to_save or "
+                "trainable_token_indices); remove it from one of them"
+            )
+    return layers | trained
+
+
+def low_rank(layers: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
+    """Returns those of an adapter's layers that `target_modules` names."""
+    return {key: one for key, one in layers.items() if one.kind not in (TRAINED_COPY, TRAINED_ROWS)}
 
 
 def _refuse_both(name: str, key: str, targeted: bool) -> None:
@@ -78,10 +96,10 @@ def _check_target(model: nn.Module, name: str, config: LoraConfig, key: str, mod
             f"adapter {name!r}: target {key} is not supported: nn.MultiheadAttention reads its weight "
             f"without calling the layer; {leave_out}"
         )
-    if not is_linear(module):
+    if not is_linear(module) and not MultiLoRAEmbedding.serves(module):
         raise ValueError(
-            f"adapter {name!r}: target {key} is a {type(module).__name__}; only nn.Linear and Conv1D are "
-            f"supported, and subclasses that keep nn.Linear's forward; {leave_out}"
+            f"adapter {name!r}: target {key} is a {type(module).__name__}; only nn.Linear, Conv1D and "
+            f"nn.Embedding are supported, and subclasses that keep nn.Linear's forward; {leave_out}"
         )
     try:
         _check_lora_target_modules_mamba(config, model, short)
@@ -175,7 +193,8 @@ def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     expanded: Any = _maybe_include_all_linear_layers(copy.deepcopy(config), model)
-    return set(expanded.target_modules) | _converted_linear(model)
+    modules = dict(base_modules(model))
+    return {key for key in expanded.target_modules if key in modules} | _converted_linear(model)
 
 
 def _converted_linear(model: nn.Module) -> set[str]:
@@ -183,8 +202,8 @@ def _converted_linear(model: nn.Module) -> set[str]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {
         key
-        for key, module in model.named_modules()
-        if isinstance(module, MultiLoRALinear) and module is not head
+        for key, module in base_modules(model)
+        if isinstance(module, AdapterLayer) and is_linear(module) and module is not head
     }
 
 
@@ -200,16 +219,19 @@ def _layer_spec(config: LoraConfig, key: str, kind: str) -> LayerSpec:
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Returns all linear layers by name, converted or not; their positions are the layers' indices."""
-    return {key: module for key, module in model.named_modules() if is_linear(module)}
+    return {key: module for key, module in base_modules(model) if is_linear(module)}
 
 
-def _base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields all modules by name, except the model itself and the banks of adapters in converted layers."""
-    layer = "."
+def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields all modules by name, except the model itself and what converted layers hold of adapters."""
+    inside: tuple[str, ...] = ()
     for key, module in model.named_modules():
-        if key and not key.startswith(layer):
-            yield key, module
-            layer = f"{key}." if isinstance(module, AdapterLayer) else "."
+        if not key or key.startswith(inside or "."):
+            continue
+        yield key, module
+        if isinstance(module, AdapterLayer):
+            own = set(getattr(module, "base", nn.Module())._modules)
+            inside = tuple(f"{key}.{part}" for part in module._modules if part not in own)
 
 
 def _linear_names(model: nn.Module) -> list[str]:
@@ -235,7 +257,7 @@ def portable_targets(model: nn.Module, config: LoraConfig, layers: list[str]) ->
 
 def _portable_modules(model: nn.Module, config: LoraConfig, layers: list[str]) -> dict[str, Any]:
     wanted = set(layers)
-    keys = [key for key, _ in _base_modules(model)]
+    keys = [key for key, _ in base_modules(model)]
     short = sorted({key.rpartition(".")[2] for key in layers})
     trial = copy.deepcopy(config)
     trial.target_modules = short

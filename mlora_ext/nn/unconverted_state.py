@@ -49,6 +49,21 @@ def check_layer(key: str, module: nn.Module, own_parts: bool = False) -> None:
         return
     if is_bitsandbytes(module):  # on the meta device: another stage's
         return
+    _check_plain(key, module)
+
+
+def check_module(key: str, module: nn.Module) -> None:
+    """Raises ValueError for a module of which copies are trained, if it has anything that they would not."""
+    for part, inside in module.named_modules(prefix=key):
+        if hasattr(inside, "_hf_hook"):
+            raise ValueError(
+                f"layer {part}: is offloaded by accelerate; load the model without device_map offloading"
+            )
+        check_untouched(f"layer {part}", inside)
+        _check_plain(part, inside)
+
+
+def _check_plain(key: str, module: nn.Module) -> None:
     for name, tensor in module.named_parameters(recurse=False):
         halves = tensor.is_floating_point() and tensor.dtype.itemsize > 1
         if is_traceable_wrapper_subclass(tensor) or not halves:

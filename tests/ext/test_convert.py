@@ -233,9 +233,7 @@ REFUSED = [
     ({"use_dora": True, "use_qalora": True}, "use_qalora=True is not supported"),
     ({"lora_bias": True, "bias": "all"}, "bias='all' is not supported"),
     ({"bias": "lora_only"}, "bias='lora_only' is not supported"),
-    ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
     ({"layer_replication": [(0, 1)]}, "layer_replication"),
-    ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
     ({"target_parameters": ["x.weight"]}, "target_parameters"),
     ({"use_qalora": True}, "use_qalora=True is not supported"),
     ({"ensure_weight_tying": True}, "ensure_weight_tying"),
@@ -261,7 +259,7 @@ REFUSED = [
         r"\(with layers_to_transform\) match nothing; without layers_to_transform=\[99\] they would; linear",
     ),
     ({"target_modules": ["q_porj"]}, r"match nothing; did you mean 'q_proj'\? linear"),
-    ({"target_modules": ["embed_tokens"]}, "target model.embed_tokens is a Embedding; only nn.Linear"),
+    ({"target_modules": ["norm"]}, "target model.norm is a LlamaRMSNorm; only nn.Linear"),
 ]
 
 

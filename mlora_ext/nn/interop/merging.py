@@ -9,15 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...adapters.kind import one_by_one
+from ...adapters.kind import LayerSpec, one_by_one
 from ...adapters.registry import adapter_kind
+from ...adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS
 from ...frozen.plain import PlainWeight
 from ..active_adapters import one_adapter
 from ..adapter_layer import AdapterLayer
 from ..adapter_weights import adapter_layers
 from ..batch_statistics import StaysInEvaluation
+from ..embedding import MultiLoRAEmbedding
 from ..linear import MultiLoRALinear
+from ..over_module import OverModule, RowSource
 from ..parameters.layer import ParameterLayer
+from ..targets import low_rank
 from .peft_folder import adapter_config
 from .peft_layers import parameter_of
 
@@ -50,35 +54,64 @@ def merge_and_unload(
     from peft import LoraModel
 
     name = one_adapter(model, adapter_name)
-    layers = _mergeable(model, name)
+    every = adapter_layers(model, name)
+    layers = _mergeable(name, every)
     _refuse_other_weights(model, name)
-    _refuse_tied(model, layers)
+    _refuse_tied(model, name, every)
     config = adapter_config(model, name)
     config.init_lora_weights = True
     linear = [layer for layer in layers.values() if isinstance(layer, MultiLoRALinear)]
     config.fan_in_fan_out = bool(linear) and all(layer.fan_in_fan_out for layer in linear)
+    config.modules_to_save = config.trainable_token_indices = None
     tuner: Any = LoraModel(_plain_copy(model), config, name, low_cpu_mem_usage=True)
     scalings = one_by_one({key: layer.specs[name] for key, layer in layers.items()})
     for key, layer in layers.items():
         own = {part: parameter.detach().clone() for part, parameter in layer.parameters_of(name).items()}
-        keys = layer.peft_keys(layer.specs[name])
-        for part, values in adapter_kind(layer.specs[name].kind).exported(own).items():
+        keys = layer.peft_keys(layer, layer.specs[name])
+        for part, values in layer.exported(name, own).items():
             attribute = "bias" if keys[part].endswith(".bias") else "weight"
             path, _, bank = f"{key}.{keys[part].removesuffix(f'.{attribute}')}".rpartition(".")
             theirs = tuner.model.get_submodule(path)
             parameter = parameter_of(theirs)
             theirs.scaling[name] = scalings[key if parameter is None else f"{key}.{parameter}"].scaling
-            setattr(getattr(theirs, bank)[name], attribute, nn.Parameter(values, requires_grad=False))
+            trained = nn.Parameter(values, requires_grad=False)
+            if isinstance(layer, MultiLoRAEmbedding):
+                getattr(theirs, bank)[name] = trained
+            else:
+                setattr(getattr(theirs, bank)[name], attribute, trained)
     merged: nn.Module = tuner.merge_and_unload(safe_merge=safe_merge)
+    for key, layer in every.items():
+        if isinstance(layer, OverModule):
+            _replace_trained(merged, key, layer, name, safe_merge)
     return merged
 
 
-def _mergeable(model: nn.Module, name: str) -> dict[str, MultiLoRALinear | ParameterLayer]:
-    """Returns an adapter's layers; raises ValueError if one of them cannot be merged."""
-    found = {}
-    for key, layer in adapter_layers(model, name).items():
+def _replace_trained(merged: nn.Module, key: str, layer: OverModule, name: str, safe: bool) -> None:
+    """Puts what an adapter has trained itself into a merged model."""
+    spec, own = layer.specs[name], layer.parameters_of(name)
+    if spec.kind not in (TRAINED_COPY, TRAINED_ROWS):
+        return
+    if safe and not all(parameter.isfinite().all() for parameter in own.values()):
+        raise ValueError(f"adapter {name!r}: layer {key}: a trained weight is NaN or infinite")
+    if spec.kind == TRAINED_COPY:
+        trained = copy.deepcopy(layer.modules_to_save.of(name)).requires_grad_(False)
+        parent, _, child = key.rpartition(".")
+        setattr(merged.get_submodule(parent), child, trained.train(merged.training))
+        return
+    assert isinstance(layer, RowSource)
+    weight: Any = merged.get_submodule(key).weight
+    with torch.no_grad():
+        weight[list(spec.tokens)] = layer.trained_rows(name).to(weight.dtype)
+
+
+def _mergeable(name: str, layers: Mapping[str, AdapterLayer]) -> dict[str, AdapterLayer]:
+    """Returns an adapter's layers with low-rank parts; raises ValueError if one of them cannot be merged."""
+    found: dict[str, AdapterLayer] = {}
+    for key in low_rank({key: layer.specs[name] for key, layer in layers.items()}):
+        layer = layers[key]
         kind = adapter_kind(layer.specs[name].kind)
-        if not (isinstance(layer, MultiLoRALinear | ParameterLayer) and (kind.is_plain or kind.merges)):
+        served = isinstance(layer, MultiLoRALinear | MultiLoRAEmbedding | ParameterLayer)
+        if not (served and (kind.is_plain or kind.merges)):
             raise ValueError(
                 f"adapter {name!r}: layer {key}: only plain LoRA, lora_bias and DoRA can be merged, and this "
                 f"adapter is of kind {kind.name!r}; save it and merge it with PEFT"
@@ -101,18 +134,29 @@ def _refuse_other_weights(model: nn.Module, name: str) -> None:
             )
 
 
-def _refuse_tied(model: nn.Module, layers: Mapping[str, AdapterLayer]) -> None:
+def _refuse_tied(model: nn.Module, name: str, layers: Mapping[str, AdapterLayer]) -> None:
     owners: dict[int, list[str]] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(key)
     for key, layer in layers.items():
+        spec = layer.specs[name]
+        if spec.kind == TRAINED_COPY:
+            continue  # it gets a weight of its own
+        alike = _tied_alike(name, spec, key, layers)
         own = {id(parameter) for parameter in layer._parameters.values() if parameter is not None}
-        others = [other for one in own for other in owners[one] if other.rpartition(".")[0] != key]
+        tied = [other for one in own for other in owners[one]]
+        others = [other for other in tied if other.rpartition(".")[0] not in alike]
         if others:
             raise ValueError(
                 f"layer {key}: its weight is tied to {', '.join(others)}, and merging would change both; "
                 "untie the weights before you convert the model"
             )
+
+
+def _tied_alike(name: str, spec: LayerSpec, key: str, layers: Mapping[str, AdapterLayer]) -> set[str]:
+    """Returns the layers that train the same rows as this one, and this one."""
+    source = spec.tied_to or key
+    return {key, source} | {other for other, one in layers.items() if one.specs[name].tied_to == source}
 
 
 def _plain_copy(model: nn.Module) -> nn.Module:
@@ -121,10 +165,9 @@ def _plain_copy(model: nn.Module) -> nn.Module:
     for attribute in ("forward", "_original_forward", "peft_config", "_hf_peft_config_loaded"):
         copied.__dict__.pop(attribute, None)
     for key, module in list(copied.named_modules()):
-        if isinstance(module, MultiLoRALinear | ParameterLayer):
+        if isinstance(module, AdapterLayer):
             parent, _, child = key.rpartition(".")
-            plain = _plain_layer(module) if isinstance(module, MultiLoRALinear) else module.original
-            setattr(copied.get_submodule(parent), child, plain)
+            setattr(copied.get_submodule(parent), child, module.plain())
     for module in copied.modules():
         stayed = isinstance(vars(module).get("train"), StaysInEvaluation)
         hooks = [own for key, own in vars(module).items() if key.endswith("_hooks") and isinstance(own, dict)]
@@ -140,16 +183,3 @@ def _is_ours(value: object) -> bool:
     """Whether conversion made this attribute or hook: its class or function is one of `mlora_ext.nn`."""
     wrapped = getattr(value, "hook", value)  # as torch stores hooks of `load_state_dict`
     return str(getattr(wrapped, "__module__", "")).startswith("mlora_ext.nn.")
-
-
-def _plain_layer(layer: MultiLoRALinear) -> nn.Module:
-    from transformers.pytorch_utils import Conv1D
-
-    d_in, d_out = layer.in_features, layer.out_features
-    with torch.device("meta"):
-        plain: Any = Conv1D(d_out, d_in) if layer.fan_in_fan_out else nn.Linear(d_in, d_out)
-    plain.weight, plain.bias = layer.weight, layer.bias
-    for attribute in [key for key in plain.__dict__ if key.endswith("_hooks")]:
-        plain.__dict__[attribute] = layer.__dict__[attribute]
-    plain.train(layer.training)
-    return plain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import os
@@ -17,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ...adapters.kind import LayerSpec, one_by_one
-from ...adapters.registry import adapter_kind, kind_for, parameters_by_key
-from ..adapter_weights import adapter_layers, check_weights, write_weights
+from ...adapters.registry import kind_for, parameters_by_key
+from ...adapters.trained_parts import TRAINED_COPY, with_task_heads
+from ..adapter_weights import adapter_layers, check_weights, peft_keys, write_weights
 from ..add_remove import add_adapter, plan_adapter
 from ..routing.router import router_of
-from ..targets import portable_targets
+from ..targets import low_rank, portable_targets
 from .embeddings import resized_embeddings
 from .existing_config import refuse_changed_base, without_start
 
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 
 _PREFIX = "base_model.model."
 _CONFIG, _WEIGHTS, _OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_OF_EMBEDDINGS = {
+    "lora_embedding_A": "lora_embedding_A",
+    "lora_embedding_B": "lora_embedding_B",
+    "token_adapter.trainable_tokens_delta": "trainable_tokens_delta",
+}
+"""Parameters of adapters on embeddings and heads by their keys, beside those of registered kinds."""
+_WRAPPED = (".token_adapter.base_layer.", ".base_layer.", ".original_module.")
+"""How PEFT's keys name the base's module inside its own."""
 
 
 def save_adapter(
@@ -97,7 +105,7 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
         for part, parameter in layer.parameters_of(name).items():
             if not parameter.is_meta:
                 tensor = parameter.detach().to("cpu", copy=True).contiguous()
-                state[f"{_PREFIX}{key}.{layer.peft_keys(layer.specs[name])[part]}"] = tensor
+                state[f"{_PREFIX}{key}.{layer.peft_keys(layer, layer.specs[name])[part]}"] = tensor
     return state
 
 
@@ -105,7 +113,7 @@ def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | No
     """Returns all weights of an adapter, in the model's order; raises ValueError if they do not fit it."""
     given = adapter_state(model, name) if weights is None else weights
     shapes = {
-        f"{_PREFIX}{key}.{layer.peft_keys(layer.specs[name])[part]}": parameter.shape
+        f"{_PREFIX}{key}.{layer.peft_keys(layer, layer.specs[name])[part]}": parameter.shape
         for key, layer in adapter_layers(model, name).items()
         for part, parameter in layer.parameters_of(name).items()
     }
@@ -129,9 +137,9 @@ def _exported(model: nn.Module, name: str, state: Mapping[str, Tensor]) -> dict[
     found = {}
     for key, layer in adapter_layers(model, name).items():
         spec = layer.specs[name]
-        keys = {part: f"{_PREFIX}{key}.{own_key}" for part, own_key in layer.peft_keys(spec).items()}
+        keys = {part: f"{_PREFIX}{key}.{own_key}" for part, own_key in layer.peft_keys(layer, spec).items()}
         own = {part: state[whole] for part, whole in keys.items()}
-        for part, tensor in adapter_kind(spec.kind).exported(own).items():
+        for part, tensor in layer.exported(name, own).items():
             found[keys[part]] = tensor.contiguous()
     return found
 
@@ -142,6 +150,8 @@ def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor])
     state = {}
     for key, tensor in embeddings.items():
         layer, _, parameter = key.rpartition(".")
+        if layer in layers and layers[layer].specs[name].kind == TRAINED_COPY:
+            continue  # the adapter's copy takes its place
         base = ".base_layer" if layer in layers else ""
         state[f"{_PREFIX}{layer}{base}.{parameter}"] = tensor.to("cpu", copy=True).contiguous()
     return state
@@ -149,9 +159,10 @@ def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor])
 
 def adapter_config(model: nn.Module, name: str) -> LoraConfig:
     """Returns the LoraConfig of an adapter's folder, whose targets PEFT resolves to the same layers."""
-    config = copy.deepcopy(router_of(model).adapters[name].config)
+    config = with_task_heads(router_of(model).adapters[name].config)
     config = kind_for(name, config).exported_config(config)
-    for field, value in portable_targets(model, config, list(adapter_layers(model, name))).items():
+    layers = low_rank({key: layer.specs[name] for key, layer in adapter_layers(model, name).items()})
+    for field, value in portable_targets(model, config, list(layers)).items():
         setattr(config, field, value)
     config.inference_mode = True
     base = getattr(getattr(model, "config", None), "_name_or_path", None) or getattr(
@@ -174,7 +185,7 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
         add_adapter(model, name, config, seed=seed)
     else:
         plan = plan_adapter(model, name, read_config(path))
-        weights, others = _read_weights(path)
+        weights, others = _read_weights(model, plan, path)
         _check_others(model, path, others)
         _check_scaling(model, name, plan)
     write_weights(model, name, weights)
@@ -187,18 +198,21 @@ def read_adapter(model: nn.Module, name: str, path: Path) -> tuple[LoraConfig, d
     """
     config = read_config(path)
     plan = plan_adapter(model, name, config)
-    weights, others = _read_weights(path)
+    weights, others = _read_weights(model, plan, path)
     _check_others(model, path, others)
     check_weights(model, name, plan, weights)
     return config, weights
 
 
-def adapter_weights(folder: str | os.PathLike[str]) -> dict[str, dict[str, Tensor]]:
-    """Returns the weights of a PEFT folder by layer name and Parameter name, such as `lora_A`.
+def adapter_weights(
+    model: nn.Module, name: str, folder: str | os.PathLike[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Returns the weights of a PEFT folder for an adapter of the model, by layer name and Parameter name.
 
     Raises ValueError if a file is missing or cannot be read, or a weight is NaN or infinite.
     """
-    return _read_weights(Path(folder))[0]
+    plan = {key: layer.specs[name] for key, layer in adapter_layers(model, name).items()}
+    return _read_weights(model, plan, Path(folder))[0]
 
 
 def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -> None:
@@ -298,42 +312,64 @@ def _unpickled(path: Path) -> dict[str, Any]:
     return dict(state)
 
 
-def _read_weights(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-    """Returns weights by layer name and Parameter name, and the folder's other tensors by their keys."""
+def _read_weights(
+    model: nn.Module, plan: Mapping[str, LayerSpec], path: Path
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Returns weights by layer name and Parameter name, and the folder's other tensors by their keys.
+
+    `plan` holds the adapter's layers. Tensors of an adapter on other layers are among the weights, too.
+    """
+    places = {
+        f"{layer}.{own}": (layer, part)
+        for layer, spec in plan.items()
+        for part, own in peft_keys(model.get_submodule(layer), spec).items()
+    }
+    copied = tuple(f"{layer}.{own}" for layer, spec in plan.items() for own in _repeated(spec))
+    layers: dict[str, dict[str, Tensor]] = {}
+    others = {}
+    for key, tensor in _stored(path).items():
+        own = key.removeprefix(_PREFIX)
+        layer, part = places.get(own) or _place_of(own)
+        if part:
+            if not tensor.float().isfinite().all():
+                raise ValueError(f"folder: {path}: the tensor {key} contains NaN or infinity")
+            layers.setdefault(layer, {})[part] = tensor
+        elif not own.startswith(copied):
+            others[key] = tensor
+    for layer, parts in layers.items():
+        for pair in ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"}):
+            if len(pair & set(parts)) == 1:
+                raise ValueError(f"folder: {path} has only {', '.join(parts)} of layer {layer}")
+    return layers, others
+
+
+def _stored(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors in a folder by their keys."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if (path / _WEIGHTS).is_file():
         try:
-            state: dict[str, Any] = load_file(str(path / _WEIGHTS))
+            found: dict[str, Tensor] = load_file(str(path / _WEIGHTS))
+            return found
         except SafetensorError as error:
             raise ValueError(f"folder: {path / _WEIGHTS} cannot be read: {error}") from error
-    elif (path / _OLD_WEIGHTS).is_file():
-        state = _unpickled(path / _OLD_WEIGHTS)
-    else:
-        raise ValueError(f"folder: {path} has neither {_WEIGHTS} nor {_OLD_WEIGHTS}")
-    layers: dict[str, dict[str, Tensor]] = {}
-    others, known = {}, parameters_by_key()
-    for key, tensor in state.items():
-        layer, part = _place_of(key.removeprefix(_PREFIX), known)
-        if part:
-            if not tensor.float().isfinite().all():
-                raise ValueError(f"folder: {path}: the tensor {key} contains NaN or infinity")
-            layers.setdefault(layer, {})[part] = tensor
-        else:
-            others[key] = tensor
-    for layer, parts in layers.items():
-        if len({"lora_A", "lora_B"} & set(parts)) == 1:
-            raise ValueError(f"folder: {path} has only {', '.join(parts)} of layer {layer}")
-    return layers, others
+    if (path / _OLD_WEIGHTS).is_file():
+        return _unpickled(path / _OLD_WEIGHTS)
+    raise ValueError(f"folder: {path} has neither {_WEIGHTS} nor {_OLD_WEIGHTS}")
 
 
-def _place_of(key: str, known: Mapping[str, str]) -> tuple[str, str]:
+def _place_of(key: str) -> tuple[str, str]:
     """Returns the names of the layer and the Parameter that a key is of; no Parameter if it is of none."""
-    for end, parameter in known.items():
+    for end, parameter in (parameters_by_key() | _OF_EMBEDDINGS).items():
         if key.endswith(f".{end}"):
             return key.removesuffix(f".{end}"), parameter
     return key, ""
+
+
+def _repeated(spec: LayerSpec) -> tuple[str, ...]:
+    """Returns how the keys begin under which PEFT repeats resized embeddings in a module that is trained."""
+    return ("original_module.", "modules_to_save.") if spec.kind == TRAINED_COPY else ()
 
 
 def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -343,7 +379,10 @@ def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -
     """
     base = dict(model.named_parameters(remove_duplicate=False)) if tensors else {}
     for key, tensor in tensors.items():
-        own = base.get(key.removeprefix(_PREFIX).replace(".base_layer.", "."))
+        plain = key.removeprefix(_PREFIX)
+        for wrapped in _WRAPPED:
+            plain = plain.replace(wrapped, ".")
+        own = base.get(plain)
         if own is None:
             raise ValueError(
                 f"folder: {path} contains the tensor {key}, which is not part of a plain LoRA adapter"

@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers of a model: checks them, and reads what is not in their configs."""
+"""PEFT's layers of a model with LoRA adapters: checks them, and reads what is not in their configs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from ...adapters.kind import AdapterKind
 from ...adapters.registry import kind_for
-from ..unconverted_state import MOVED, check_layer, check_untouched
+from ..unconverted_state import MOVED, check_layer, check_module, check_untouched
 
 
 @dataclass(frozen=True)
 class PeftLayers:
-    """PEFT's LoRA layers in a base model.
+    """PEFT's layers in a base model.
 
     Attributes:
-        layers: `peft.tuners.lora.Linear`, or the outermost `ParamWrapper`, by the name of the module that it
-            wraps.
-        every: the same, and the wrappers inside of others, whose names end in `.base_layer`.
+        layers: by the name of the module that each wraps: `Linear`, `Embedding` and the outermost
+            `ParamWrapper` of `peft.tuners.lora`, `ModulesToSaveWrapper`, `TrainableTokensWrapper`.
+        every: the same, and wrappers of parameters inside of others, whose names end in `.base_layer`.
         configs: of the adapters, by name.
     """
 
@@ -40,47 +40,60 @@ class PeftLayers:
         from peft.utils.other import AuxiliaryTrainingWrapper
 
         kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-        found: dict[str, Any] = {key: m for key, m in base.named_modules() if isinstance(m, kinds)}
+        found: dict[str, Any] = {}
+        for key, module in base.named_modules():
+            outer = [other for other in found if key.startswith(f"{other}.")]
+            if isinstance(module, kinds) and (not outer or plain_key(key) in found):
+                found[key] = module
         if not found:
             raise ValueError("peft_model: has no LoRA layers; were they unloaded or merged already?")
         for key, layer in found.items():
             _check_kind(key, layer, configs)
             _check_use(key, layer, configs)
-            _check_parts(key, layer)
-        inner = {id(layer.base_layer) for layer in found.values()}
-        return cls({key: m for key, m in found.items() if id(m) not in inner}, found, configs)
+        of_all = cls({key: m for key, m in found.items() if plain_key(key) == key}, found, configs)
+        for key, layer in found.items():
+            _check_parts(key, layer, of_all)
+        return of_all
 
     def bases(self) -> dict[str, nn.Module]:
-        """Returns the wrapped layers by name."""
-        return {key: layer.get_base_layer() for key, layer in self.layers.items()}
+        """Returns the wrapped modules by name."""
+        return {key: base_of(layer) for key, layer in self.layers.items()}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yields the Parameters of all adapters."""
-        for layer in self.every.values():
-            for bank in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector):
-                yield from bank.parameters()
-
-    def parameters_of(self, name: str, key: str) -> dict[str, nn.Parameter]:
-        """Returns an adapter's Parameters in one layer, by our names."""
-        kind = self.kind(name)
-        places = {part: kind.peft_place(part) for part in kind.parameter_names}
-        return {
-            f"{part_prefix(self.every[key])}{part}": getattr(
-                getattr(self.every[key], modules)[name], attribute
-            )
-            for part, (modules, attribute) in places.items()
-        }
+        for key, layer in self.every.items():
+            for name in names_on(layer):
+                yield from self.parameters_of(name, key).values()
 
     def kind(self, name: str) -> AdapterKind:
         """Returns an adapter's kind."""
         return kind_for(name, self.configs[name])
 
+    def parameters_of(self, name: str, key: str) -> dict[str, nn.Parameter]:
+        """Returns an adapter's Parameters in one layer, by the names that they have here."""
+        layer = self.every[key]
+        if name not in names_on(layer):
+            return {}
+        if hasattr(layer, "token_adapter"):
+            tied = layer.token_adapter.tied_adapter is not None
+            return (
+                {} if tied else {"trainable_tokens_delta": layer.token_adapter.trainable_tokens_delta[name]}
+            )
+        if _is_wrapper(layer):
+            return dict(layer.modules_to_save[name].named_parameters())
+        if name in layer.lora_embedding_A:
+            return {part: getattr(layer, part)[name] for part in ("lora_embedding_A", "lora_embedding_B")}
+        kind, parameter = self.kind(name), parameter_of(layer)
+        prefix = "" if parameter is None else f"{parameter}_"
+        places = {f"{prefix}{part}": kind.peft_place(part) for part in kind.parameter_names}
+        return {part: getattr(getattr(layer, bank)[name], own) for part, (bank, own) in places.items()}
+
     def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
-        """Returns an adapter's `lora_A [r, d_in]`, `lora_B [d_out, r]` and so on, by layer name."""
+        """Returns an adapter's weights by layer name and Parameter name, such as `lora_A`."""
         found: dict[str, dict[str, Tensor]] = {}
-        for key, layer in self.every.items():
-            if name in layer.lora_A:
-                own = {part: parameter.data for part, parameter in self.parameters_of(name, key).items()}
+        for key in self.every:
+            own = {part: parameter.data for part, parameter in self.parameters_of(name, key).items()}
+            if own:
                 found.setdefault(plain_key(key), {}).update(own)
         return found
 
@@ -88,9 +101,9 @@ class PeftLayers:
         """Returns an adapter's scaling by layer or parameter name, including changes by `set_scale`."""
         found = {}
         for key, layer in self.every.items():
-            parameter = parameter_of(layer)
+            parameter = None if _is_wrapper(layer) else parameter_of(layer)
             whole = key if parameter is None else f"{plain_key(key)}.{parameter}"
-            if name in layer.lora_A:
+            if not _is_wrapper(layer) and name in layer.scaling:
                 found[whole] = layer.scaling[name]
         return found
 
@@ -99,7 +112,7 @@ class PeftLayers:
         found = {
             getattr(layer.lora_dropout[name], "p", 0.0)
             for layer in self.every.values()
-            if name in layer.lora_dropout
+            if name in getattr(layer, "lora_dropout", ())
         }
         if len(found) > 1:
             raise ValueError(
@@ -118,13 +131,13 @@ class PeftLayers:
         return True in dropping if dropping else bool(self.layers[key].training)
 
     def trains(self, name: str, weight: nn.Parameter) -> bool:
-        """Whether one Parameter of an adapter is trained.
+        """Whether a Parameter of an adapter is trained.
 
         PEFT freezes inactive adapters and trains them once they are active. Here all adapters are active.
         """
         if weight.requires_grad:
             return True
-        ours = {key: layer for key, layer in self.every.items() if name in layer.lora_A}
+        ours = {key: layer for key, layer in self.every.items() if name in names_on(layer)}
         waits = not any(name in layer.active_adapters for layer in ours.values())
         frozen = not any(p.requires_grad for key in ours for p in self.parameters_of(name, key).values())
         return waits and frozen and not self.configs[name].inference_mode
@@ -132,10 +145,10 @@ class PeftLayers:
     def keep_dtype(self) -> bool:
         """Whether all adapters have the base's dtype; if not, a half-precision base keeps them in fp32."""
         return all(
-            bank[name].weight.dtype == _base_weight(layer).dtype
-            for layer in self.every.values()
-            for bank in (layer.lora_A, layer.lora_B)
-            for name in bank
+            parameter.dtype == _base_weight(layer).dtype
+            for key, layer in self.every.items()
+            for name in names_on(layer)
+            for parameter in self.parameters_of(name, key).values()
         )
 
 
@@ -152,58 +165,78 @@ def parameter_of(layer: Any) -> str | None:
     return None if name == "weight" and isinstance(layer.get_base_layer(), nn.Linear) else name
 
 
-def part_prefix(layer: Any) -> str:
-    """Returns what stands before `lora_A` in the names of the Parameters that a PEFT layer becomes."""
-    parameter = parameter_of(layer)
-    return "" if parameter is None else f"{parameter}_"
+def base_of(layer: Any) -> nn.Module:
+    """Returns the base's module inside one of PEFT's layers."""
+    found: nn.Module = layer.original_module if _is_wrapper(layer) else layer.get_base_layer()
+    return found
+
+
+def names_on(layer: Any) -> list[str]:
+    """Returns the names of the adapters on one of PEFT's layers."""
+    if _is_wrapper(layer):
+        return sorted(layer._get_available_adapters())
+    return [*layer.lora_A, *layer.lora_embedding_A]
 
 
 def _base_weight(layer: Any) -> Tensor:
-    base = layer.get_base_layer()
-    found: Tensor = getattr(base, getattr(layer, "parameter_name", None) or "weight")
+    base = base_of(layer)
+    name = None if _is_wrapper(layer) else getattr(layer, "parameter_name", None)
+    found: Tensor = getattr(base, name) if name else next(base.parameters())
     return found
+
+
+def _is_wrapper(layer: Any) -> bool:
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return isinstance(layer, AuxiliaryTrainingWrapper)
 
 
 def _dropping(layer: Any) -> set[bool]:
     """Returns the training modes of those dropouts of a layer that can drop anything."""
-    return {dropout.training for dropout in layer.lora_dropout.values() if getattr(dropout, "p", 0.0)}
+    dropouts = () if _is_wrapper(layer) else layer.lora_dropout.values()
+    return {dropout.training for dropout in dropouts if getattr(dropout, "p", 0.0)}
 
 
-_PLAIN_KINDS = {
+_SERVED = {
     ("peft.tuners.lora.layer", "Linear"),
+    ("peft.tuners.lora.layer", "Embedding"),
     ("peft.tuners.lora.layer", "ParamWrapper"),
     ("peft.tuners.lora.bnb", "Linear4bit"),
     ("peft.tuners.lora.bnb", "Linear8bitLt"),
     ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
+    ("peft.utils.other", "ModulesToSaveWrapper"),
+    ("peft.utils.other", "TrainableTokensWrapper"),
 }
-"""PEFT's LoRA layers, by file and name; some are only defined where their package is installed."""
+"""PEFT's layers, by file and name; some are only defined where their package is installed."""
 
 
 def _check_kind(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
     from peft.tuners.lora.variants import DoraLinearVariant
 
-    wanted = {name for name, config in configs.items() if config.use_dora and name in layer.lora_A}
+    low_rank = () if _is_wrapper(layer) else names_on(layer)
+    wanted = {name for name in low_rank if name in configs and configs[name].use_dora}
     found = {name: type(variant) for name, variant in getattr(layer, "lora_variant", {}).items()}
-    plain = (type(layer).__module__, type(layer).__name__) in _PLAIN_KINDS
-    if not plain or found != dict.fromkeys(wanted, DoraLinearVariant):
+    served = (type(layer).__module__, type(layer).__name__) in _SERVED
+    if not served or found != dict.fromkeys(wanted, DoraLinearVariant):
         kinds = [variant.__name__ for variant in found.values()]
         raise ValueError(
-            f"layer {key}: expected LoRA or DoRA on a linear layer (peft.tuners.lora.Linear), as the "
-            f"adapters' configs say, got {', '.join(kinds) or type(layer).__qualname__}, which is not "
-            "supported"
+            f"layer {key}: expected LoRA or DoRA on a linear layer (peft.tuners.lora.Linear), or LoRA on an "
+            f"embedding, as the adapters' configs say, got {', '.join(kinds) or type(layer).__qualname__}, "
+            "which is not supported"
         )
 
 
 def _check_use(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
     """Raises ValueError if PEFT leaves adapters of a layer out, or only some of its dropouts train."""
-    if layer.merged:
+    tuner = getattr(layer, "token_adapter", layer)
+    if tuner.__dict__.get("merged_adapters"):
         raise ValueError(f"peft_model: adapters of {key} are merged into the base; call unmerge_adapter()")
     if layer.disable_adapters:
         raise ValueError(
             f"peft_model: adapters of {key} are disabled; call enable_adapter_layers() of a PEFT model, or "
             "enable_adapters() of a Transformers model"
         )
-    for name in layer.lora_A:
+    for name in names_on(layer):
         if name not in configs:
             raise ValueError(f"peft_model: layer {key} has an adapter {name!r} without a config")
         if len(configs) == 1 and name not in layer.active_adapters:
@@ -218,9 +251,15 @@ def _check_use(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
         )
 
 
-def _check_parts(key: str, layer: Any) -> None:
+def _check_parts(key: str, layer: Any, layers: PeftLayers) -> None:
     """Raises ValueError for hooks and patches within a layer; those on the layer itself move with it."""
     check_untouched(f"layer {key}", layer, MOVED)
+    for name in names_on(layer):
+        for part, parameter in layers.parameters_of(name, key).items():
+            _check_weight(f"layer {key}.{part}.{name}", parameter, _base_weight(layer))
+    if _is_wrapper(layer):
+        _check_wrapper(key, layer)
+        return
     for part, module in layer.named_modules():
         if part and not part.startswith("base_layer"):
             check_untouched(f"layer {key}.{part}", module)
@@ -232,10 +271,17 @@ def _check_parts(key: str, layer: Any) -> None:
     for bank in ("lora_A", "lora_B"):
         for name, module in getattr(layer, bank).items():
             check_layer(f"{key}.{bank}.{name}", module)
-            for parameter in module.parameters():
-                _check_weight(f"layer {key}.{bank}.{name}", parameter, _base_weight(layer))
-    for name, module in layer.lora_magnitude_vector.items():
-        _check_weight(f"layer {key}.lora_magnitude_vector.{name}", module.weight, _base_weight(layer))
+
+
+def _check_wrapper(key: str, layer: Any) -> None:
+    for name in names_on(layer) if hasattr(layer, "modules_to_save") else ():
+        trained = layer.modules_to_save[name]
+        if [type(part) for part in trained.modules()] != [type(part) for part in base_of(layer).modules()]:
+            raise ValueError(
+                f"layer {key}: adapter {name!r} has LoRA inside a module of modules_to_save, which is "
+                "not supported"
+            )
+        check_module(f"{key}.modules_to_save.{name}", trained)
 
 
 def _check_weight(what: str, weight: nn.Parameter, base: Tensor) -> None:

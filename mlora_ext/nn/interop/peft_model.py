@@ -16,7 +16,7 @@ from ..add_remove import plan_adapter
 from ..convert import convert_model
 from ..unconverted_state import check_untouched, move_hooks
 from .existing_config import refuse_changed_base, with_scaling, without_start
-from .peft_layers import PeftLayers, plain_key
+from .peft_layers import PeftLayers, names_on, plain_key
 
 if TYPE_CHECKING:
     from peft import LoraModel, PeftModel
@@ -130,7 +130,7 @@ def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
     """Takes frozen parameters, training mode and hooks over."""
     for key, theirs in layers.every.items():
         own: Any = model.get_submodule(plain_key(key))
-        for name in theirs.lora_A:
+        for name in names_on(theirs):
             for part, parameter in layers.parameters_of(name, key).items():
                 own.parameters_of(name)[part].requires_grad_(layers.trains(name, parameter))
     for key, theirs in layers.layers.items():

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...adapters.registry import parameter_names
 from ..adapter_weights import adapter_layers, adapter_parameters
 from ..routing.router import router_of
 from .embeddings import resized_embeddings
@@ -52,7 +51,7 @@ def _peft_keys(model: nn.Module, name: str) -> dict[str, str]:
     return {
         f"{key}.{layer.state_key(name, part)}": f"{key}.{own_key}"
         for key, layer in adapter_layers(model, name).items()
-        for part, own_key in layer.peft_keys(layer.specs[name]).items()
+        for part, own_key in layer.peft_keys(layer, layer.specs[name]).items()
     }
 
 
@@ -85,7 +84,8 @@ def save(
 def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Returns base parameters that the user lets train, with a warning: PEFT's folders lack them."""
     source = model.state_dict() if state_dict is None else state_dict
-    trained = [key for key, p in model.named_parameters() if p.requires_grad and not _is_adapters(key)]
+    ours = _adapters_keys(model)
+    trained = [key for key, p in model.named_parameters() if p.requires_grad and key not in ours]
     found = {key: source[key].detach().clone() for key in trained if key in source}
     if found:
         some = [*list(found)[:3], *(["..."] if len(found) > 3 else [])]
@@ -97,8 +97,8 @@ def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> 
     return found
 
 
-def _is_adapters(key: str) -> bool:
-    return any(f".{name}." in key for name in parameter_names())
+def _adapters_keys(model: nn.Module) -> set[str]:
+    return {key for name in router_of(model).adapters for key in adapter_parameters(model, name)}
 
 
 def _clear_root(folder: Path) -> None:
@@ -151,5 +151,5 @@ def _excuse_base(model: nn.Module, incompatible: Any) -> None:
     """Drops the step and missing base weights from the report on such a file: both are by design."""
     if _STEP in incompatible.unexpected_keys:
         incompatible.unexpected_keys.remove(_STEP)
-        adapters = [key for key in incompatible.missing_keys if _is_adapters(key)]
-        incompatible.missing_keys[:] = adapters
+        ours = _adapters_keys(model)
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key in ours]

@@ -79,6 +79,9 @@ class ParameterLayer(AdapterLayer):
     ) -> Self:
         return cls(module, router=router, name=name, index=index, autocast=autocast)
 
+    def plain(self) -> nn.Module:
+        return self.original
+
     @classmethod
     def candidates(cls, module: nn.Module) -> tuple[str, ...]:
         """Returns the parameters that adapters can be put on, in the order in which the class defines them.
@@ -110,7 +113,7 @@ class ParameterLayer(AdapterLayer):
         return adapter_kind(spec.kind).parameters(spec.rank * matrices, d_in, d_out)
 
     @classmethod
-    def peft_keys(cls, spec: LayerSpec) -> dict[str, str]:
+    def peft_keys(cls, module: nn.Module, spec: LayerSpec) -> dict[str, str]:
         """PEFT wraps a module once for each parameter; the wrapper of the last one is the outermost."""
         kind, parameters = adapter_kind(spec.kind), spec.parameters
         return {
@@ -139,7 +142,7 @@ class ParameterLayer(AdapterLayer):
         super().take(name)
 
     def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
-        return {part: self._bank(part).parameter_of(name) for part in self.peft_keys(self.specs[name])}
+        return {part: self._bank(part).parameter_of(name) for part in self.peft_keys(self, self.specs[name])}
 
     def _bank(self, part: str) -> AdapterBank:
         return self._modules[part]  # type: ignore[return-value]

@@ -58,6 +58,7 @@ class RouteTensors:
         rows_tensor: empty, `[rows, 0]`. A compiled graph compares its size with x's; so it is not compiled
             again for each number of rows.
         mixed: whether the route's rows belong to several adapters.
+        layout: the rows of each adapter as numbers; its adapters are indices in `names`.
         shares: which `FusedProjections` compute together along this route.
         kept: other tensors that the group's layers make of the route once.
         observer: sees what layers without an adapter on this route do.
@@ -71,6 +72,7 @@ class RouteTensors:
     scaling: Tensor
     dropout_p: Tensor | None
     dropout_rng: Tensor | None
+    layout: SegmentLayout
     shares: dict[Any, bool] = field(default_factory=dict)
     kept: dict[Any, Any] = field(default_factory=dict)
     observer: Sees | None = None
@@ -220,6 +222,7 @@ class Route:
                 self._table(mapping, rows, group.device),
                 *group.constants(names),
                 self._rng(names, group.device),
+                self._remapped(mapping, rows),
                 observer=self.observer,
             )
         return self._built[key]
@@ -227,8 +230,15 @@ class Route:
     def _table(self, mapping: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
         key = ("table", mapping, rows, device)
         if key not in self._built:
-            self._built[key] = self._layout(rows).remap(mapping).table(device)
+            self._built[key] = self._remapped(mapping, rows).table(device)
         return self._built[key]
+
+    def _remapped(self, mapping: tuple[int, ...], rows: int) -> SegmentLayout:
+        key = ("layout", mapping, rows)
+        if key not in self._built:
+            self._built[key] = self._layout(rows).remap(mapping)
+        found: SegmentLayout = self._built[key]
+        return found
 
     def _rng(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         key = ("rng", names, device)

@@ -168,14 +168,15 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
 
 def _too_high(name: str, modules: Mapping[str, nn.Module], layers: Mapping[str, LayerSpec]) -> list[str]:
     """Returns a warning about the first rank that exceeds what its layer can use."""
-    from mlora_ext.adapters.kind import LayerSpec
+    from mlora_ext.adapters.kind import LayerSpec, ParameterSpec
     from mlora_ext.nn.layer_kinds import layer_kind
+    from mlora_ext.nn.targets import low_rank
 
-    for key, spec in layers.items():
+    for key, spec in low_rank(layers).items():
         own = [LayerSpec.of_parameters({part: each}) for part, each in spec.parameters] or [spec]
         for one in own:
             shapes = layer_kind(modules[key]).shapes(modules[key], one)
-            width = min(shape.width for shape in shapes.values())
+            width = min(shape.width for shape in shapes.values() if isinstance(shape, ParameterSpec))
             if one.rank > width:
                 return [f"{name}: lora.r: {one.rank} is too high; {key} can use {width} at most"]
     return []

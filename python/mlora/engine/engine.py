@@ -414,7 +414,7 @@ class Engine(Batcher):
                 "lora": plain_lora(router_of(self.registry).adapters[name].config),
                 "optim": asdict(optim),
                 "seed": seed,
-                "weights": None if folder is None else adapter_weights(folder),
+                "weights": None if folder is None else adapter_weights(self.registry, name, folder),
             }
             self._control("create", name, arguments, first_done=self.registry is self.model)
 

@@ -1,0 +1,52 @@
+"""Parts of the base that an adapter trains itself: whole modules, and rows of embeddings."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+TRAINED_COPY = "trained_copy"
+"""Kind of an adapter on a module of which it trains a copy (`modules_to_save`)."""
+TRAINED_ROWS = "trained_rows"
+"""Kind of an adapter on an embedding of which it trains some rows (`trainable_token_indices`)."""
+_HEADS = {
+    "SEQ_CLS": ("classifier", "score"),
+    "TOKEN_CLS": ("classifier", "score"),
+    "QUESTION_ANS": ("qa_outputs",),
+}
+
+
+def task_heads(config: LoraConfig) -> tuple[str, ...]:
+    """Returns the names of heads that PEFT trains for a config's `task_type`."""
+    return _HEADS.get(str(getattr(config.task_type, "value", config.task_type)), ())
+
+
+def with_task_heads(config: LoraConfig) -> LoraConfig:
+    """Returns a copy whose `modules_to_save` also names the task's heads, as PEFT adds them."""
+    config = copy.deepcopy(config)
+    names = list(config.modules_to_save or ())
+    names += [name for name in task_heads(config) if name not in names]
+    config.modules_to_save = names or None
+    return config
+
+
+def check_trained_parts(name: str, config: LoraConfig) -> None:
+    """Refuses malformed `modules_to_save` and `trainable_token_indices` (ValueError)."""
+    saved = config.modules_to_save
+    listed = isinstance(saved, list | tuple | set)
+    if saved is not None and not (listed and all(isinstance(one, str) and one for one in saved)):
+        raise ValueError(
+            f"adapter {name!r}: modules_to_save: expected a list of names of modules, got {saved!r}"
+        )
+    tokens: Any = config.trainable_token_indices
+    for rows in tokens.values() if isinstance(tokens, dict) else () if tokens is None else (tokens,):
+        if not isinstance(rows, list | tuple) or not rows or not all(type(row) is int for row in rows):
+            raise ValueError(
+                f"adapter {name!r}: trainable_token_indices: expected a list of token ids, or one for each "
+                f"embedding by name, got {tokens!r}"
+            )
+        if len(set(rows)) != len(rows):
+            raise ValueError(f"adapter {name!r}: trainable_token_indices: a token is named twice in {rows!r}")

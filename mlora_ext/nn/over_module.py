@@ -1,0 +1,121 @@
+"""A layer that keeps a module of the base as it is, calls it, and changes its result for adapters' rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters.kind import LayerSpec
+from ..frozen.plain import PlainWeight
+from ..ops.functional import scaling_dtype
+from .adapter_layer import AdapterLayer
+from .routing.route import LayerGroup, RouteTensors
+from .routing.router import Router
+from .routing.samples import SampleDim
+
+
+class ModuleWeight(PlainWeight):
+    """The first parameter of a module of any kind, for the module's device and dtype."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def dense(self) -> Tensor:
+        return next(self._module.parameters())
+
+
+class OverModule(AdapterLayer):
+    """Keeps a module of the base, frozen, under the module's own keys: it shares the module's tensors.
+
+    Args:
+        base: the module; has parameters.
+        router: shared by all layers of the model.
+        name: of the layer in the model, for messages.
+        index: of the layer in the whole model.
+        adapter_dtype: dtype of the adapters' Parameters.
+
+    Attributes:
+        base: the module. It is no submodule: its parameters and parts are those of this layer.
+    """
+
+    base: nn.Module
+
+    def __init__(
+        self, base: nn.Module, *, router: Router, name: str, index: int, adapter_dtype: torch.dtype
+    ) -> None:
+        frozen = ModuleWeight(base.requires_grad_(False))
+        group = LayerGroup((), (), (), frozen.device, scaling_dtype(frozen.dtype))
+        super().__init__(router=router, name=name, index=index, adapter_dtype=adapter_dtype, group=group)
+        self.__dict__ |= {"base": base, "_parameters": base._parameters, "_buffers": base._buffers}
+        self.__dict__["_non_persistent_buffers_set"] = base._non_persistent_buffers_set
+        self._modules.update(base._modules)
+        self.frozen = frozen
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the base's module that this layer does not have."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "base" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["base"], name)
+
+    def train(self, mode: bool = True) -> Self:
+        self.base.train(mode)
+        return super().train(mode)
+
+    def plain(self) -> nn.Module:
+        return self.base
+
+    def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
+        parts = self.shapes(self, self.specs[name])
+        return {part: self._modules[part].parameter_of(name) for part in parts}  # type: ignore[union-attr, operator]
+
+    def exported(self, name: str, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(own)
+
+    def note_kinds(self) -> None:
+        """Does nothing: the operator has no part in this layer."""
+
+    def routed(self, rows: Tensor) -> tuple[RouteTensors, SampleDim | None, int] | None:
+        """Returns what `Router.tensors_for` does; None if only the base computes.
+
+        Args:
+            rows: `[..., D]`, the layer's input. Only shape and, in trial passes, values count.
+        """
+        if not self.group.adapters:
+            return None
+        if self.router.observer is not None:
+            seen = rows if rows.is_floating_point() else rows.double()
+            self.router.observer.see(self.name, seen, seen)
+            return None
+        found = self.router.tensors_for(self, rows)
+        return found if found[0].names else None
+
+    def extra_repr(self) -> str:
+        kept = self.base.extra_repr()
+        return ", ".join([*([kept] if kept else []), f"adapters=({', '.join(self.specs)})"])
+
+
+def plain_module(module: nn.Module) -> nn.Module:
+    """Returns a module of the base as it was before conversion."""
+    return module.plain() if isinstance(module, AdapterLayer) else module
+
+
+class RowSource:
+    """Mixin for layers with `trainable_tokens_delta`: their own, or that of the layer they are tied to."""
+
+    specs: dict[str, LayerSpec]
+
+    def tie(self, source: nn.Module) -> None:
+        """Takes the trained rows of tied adapters from another layer."""
+        self.__dict__["source"] = source  # no submodule: its Parameters are not this layer's
+
+    def trained_rows(self, name: str) -> nn.Parameter:
+        """Returns the rows `[n, D]` that an adapter trains."""
+        owner: Any = self.__dict__["source"] if self.specs[name].tied_to else self
+        found: Mapping[str, nn.Parameter] = owner.parameters_of(name)
+        return found["trainable_tokens_delta"]

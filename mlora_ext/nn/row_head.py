@@ -1,0 +1,98 @@
+"""A frozen linear layer, such as an output head, with trained rows of many adapters.
+
+Letters: T rows of x, D = d_in, V = d_out, n trained rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters.kind import LayerSpec, ParameterSpec
+from ..adapters.trained_parts import TRAINED_ROWS
+from .over_module import OverModule, RowSource, plain_module
+from .plain_linear import adapter_dtype, is_plain_linear, is_transposed
+from .routing.router import Router
+from .routing.row_groups import by_adapter, row_groups
+from .trained_rows import start_rows
+
+
+class TrainedRowsLinear(RowSource, OverModule):
+    """`y = x W_iᵀ` for the rows of adapter i, where `W_i` is W with the adapter's own rows for its tokens.
+
+    The rows are the layer's own, or those of the embedding that it is tied to, as in PEFT's
+    `TrainableTokensLayer`.
+    """
+
+    served = (TRAINED_ROWS,)
+
+    @classmethod
+    def serves(cls, module: nn.Module) -> bool:
+        plain = plain_module(module)
+        return is_plain_linear(plain) and not is_transposed(plain) and plain.bias is None
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        *,
+        router: Router,
+        name: str,
+        index: int,
+        autocast: bool,
+        dtype: torch.dtype,
+    ) -> Self:
+        weight: Any = module.weight
+        own = adapter_dtype(weight, autocast)
+        return cls(module, router=router, name=name, index=index, adapter_dtype=own)
+
+    @classmethod
+    def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:
+        if spec.tied_to:
+            return {}
+        weight: Any = plain_module(module).weight
+        return {"trainable_tokens_delta": ParameterSpec(len(spec.tokens), weight.shape[1])}  # type: ignore[union-attr, misc]
+
+    def initialise(self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int) -> None:
+        start_rows(own, self.base, spec)
+
+    @classmethod
+    def peft_keys(cls, module: nn.Module, spec: LayerSpec) -> dict[str, str]:
+        return {part: f"token_adapter.{part}" for part in cls.shapes(module, spec)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the layer to packed or batched rows.
+
+        Args:
+            x: `[..., D]`, the rows of the active route.
+
+        Returns:
+            `[..., V]`.
+
+        Raises:
+            ValueError: if no route says which adapter the rows belong to, or the route describes other rows.
+        """
+        y: Tensor = self.base(x)
+        return self._routed(x, y) if self.group.adapters else y
+
+    @torch.compiler.disable
+    def _routed(self, x: Tensor, y: Tensor) -> Tensor:
+        routed = self.routed(x)
+        if routed is None:
+            return y
+        active, place, batch = routed
+        names, lead = active.names, x.shape[:-1]
+
+        def compute(owner: int, own: Sequence[Tensor]) -> Tensor:
+            return own[1] if owner < 0 else self.with_rows(names[owner], *own)
+
+        return by_adapter(row_groups(active, place, batch, lead), [x, y], lead, compute)
+
+    def with_rows(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        """Returns the output of one adapter's rows, `y` with its own columns."""
+        columns = x @ self.trained_rows(name).to(x.dtype).t()
+        index = torch.tensor(self.specs[name].tokens, device=y.device)
+        return y.index_copy(-1, index, columns.to(y.dtype))

@@ -1,0 +1,169 @@
+"""A module of the base of which adapters train copies of their own: PEFT's `modules_to_save`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters.kind import LayerSpec, TensorSpec
+from ..adapters.trained_parts import TRAINED_COPY
+from .over_module import OverModule, plain_module
+from .routing.router import Router
+from .routing.row_groups import by_adapter, row_groups
+
+_ACROSS_ROWS = (
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.modules.batchnorm._BatchNorm,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+)
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
+
+
+class Copies(nn.Module):
+    """Holds the copies by the names of their adapters."""
+
+    def of(self, name: str) -> nn.Module:
+        """Returns an adapter's copy."""
+        found = self._modules[name]
+        assert found is not None
+        return found
+
+    def put(self, name: str, module: nn.Module) -> None:
+        """Takes an adapter's copy; `add_module` refuses names that are methods, such as "train"."""
+        self._modules[name] = module
+
+    def take(self, name: str) -> None:
+        """Drops an adapter's copy."""
+        del self._modules[name]
+
+
+class TrainedCopies(OverModule):
+    """Sends the rows of each adapter through its own copy, and all other rows through the base's module.
+
+    A copy starts with the base's weights and keeps their dtype, as in PEFT. Its keys in PEFT's files are the
+    module's own, such as `score.weight`.
+    """
+
+    served = (TRAINED_COPY,)
+
+    def __init__(self, base: nn.Module, **rest: Any) -> None:
+        super().__init__(base, **rest)
+        self.modules_to_save = Copies()
+
+    @classmethod
+    def serves(cls, module: nn.Module) -> bool:
+        return why_not_copied(module) is None
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        *,
+        router: Router,
+        name: str,
+        index: int,
+        autocast: bool,
+        dtype: torch.dtype,
+    ) -> Self:
+        own = next(module.parameters()).dtype
+        return cls(module, router=router, name=name, index=index, adapter_dtype=own)
+
+    @classmethod
+    def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, TensorSpec]:
+        own = plain_module(module).named_parameters()
+        return {part: TensorSpec(tuple(parameter.shape)) for part, parameter in own}
+
+    def put(self, name: str, config: Any, spec: LayerSpec, seed: int) -> None:
+        own = copy.deepcopy(self.base).requires_grad_(not config.inference_mode)
+        self.modules_to_save.put(name, own)
+        self.specs[name] = spec
+
+    def take(self, name: str) -> None:
+        self.modules_to_save.take(name)
+        del self.specs[name]
+        self.written.discard(name)
+
+    def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
+        return dict(self.modules_to_save.of(name).named_parameters())
+
+    def state_key(self, name: str, part: str) -> str:
+        return f"modules_to_save.{name}.{part}"
+
+    @classmethod
+    def peft_keys(cls, module: nn.Module, spec: LayerSpec) -> dict[str, str]:
+        return {part: part for part in cls.shapes(module, spec)}
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Applies the module, or adapters' copies of it.
+
+        Args:
+            x: `[..., D]`, the rows of the active route, or token ids `[...]`.
+            args: more arguments; tensors have the same rows as x.
+
+        Raises:
+            ValueError: if no route says which adapter the rows belong to, the route describes other rows, or
+                an argument has other rows than x.
+        """
+        if not self.group.adapters:
+            return self.base(x, *args, **kwargs)
+        return self._routed(x, args, kwargs)
+
+    @torch.compiler.disable
+    def _routed(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = x if x.is_floating_point() else x.unsqueeze(-1)
+        routed = self.routed(rows)
+        if routed is None:
+            return self.base(x, *args, **kwargs)
+        active, place, batch = routed
+        lead = rows.shape[:-1]
+        groups = row_groups(active, place, batch, lead)
+        modules = [*(self.modules_to_save.of(name) for name in active.names), self.base]
+        if groups.order is None:
+            return modules[groups.owners[0]](x, *args, **kwargs)
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+        if any(value.shape[: len(lead)] != lead for value in tensors.values()):
+            raise ValueError(
+                f"layer {self.name}: modules_to_save: a {type(self.base).__name__} that gets other rows "
+                "beside x cannot be mixed; use one adapter for the whole batch"
+            )
+
+        def compute(owner: int, own: Sequence[Tensor]) -> Tensor:
+            mine = given | dict(zip(tensors, own[1:], strict=True))
+            positional = [mine[i] for i in range(len(args))]
+            y = modules[owner](own[0], *positional, **{key: mine[key] for key in kwargs})
+            if not isinstance(y, Tensor):
+                raise ValueError(
+                    f"layer {self.name}: modules_to_save: a {type(self.base).__name__} that returns a "
+                    f"{type(y).__name__} cannot be mixed; use one adapter for the whole batch"
+                )
+            return y
+
+        return by_adapter(groups, [x, *tensors.values()], lead, compute)
+
+
+def why_not_copied(module: nn.Module) -> str | None:
+    """Returns why adapters cannot train copies of a module, converted or not; None if they can."""
+    module = plain_module(module)
+    kind = type(module).__name__
+    if isinstance(module, _CONTAINERS):
+        return f"is a {kind}, which is not called itself"
+    if next(module.parameters(), None) is None:
+        return f"is a {kind} without parameters"
+    for part in module.modules():
+        names = type(part).__name__
+        if isinstance(part, _ACROSS_ROWS) or "Attention" in names or "Mixer" in names:
+            inside = "" if part is module else f", with a {names} in it"
+            return f"is a {kind}{inside}, which looks at several rows at once"
+    if len(module.state_dict()) > len(list(module.named_parameters(remove_duplicate=False))):
+        return f"is a {kind} whose buffers belong to its state"
+    return None

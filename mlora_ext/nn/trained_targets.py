@@ -1,0 +1,147 @@
+"""Finds the modules that an adapter trains copies or rows of, by PEFT's rules."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..adapters.kind import LayerSpec
+from ..adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS, task_heads
+from .layer_kinds import layer_kind
+from .over_module import plain_module
+from .trained_copies import why_not_copied
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def trained_layers(
+    model: nn.Module, name: str, config: LoraConfig, modules: Mapping[str, nn.Module]
+) -> dict[str, LayerSpec]:
+    """Returns the adapter's spec for each module of `modules_to_save` and `trainable_token_indices`.
+
+    Args:
+        config: with the heads of its task, see `with_task_heads`.
+        modules: the base's modules by name.
+
+    Raises:
+        ValueError: a name matches nothing, or a module cannot be trained.
+    """
+    copies = _copies(name, config, modules)
+    rows = _rows(model, name, config, modules)
+    for key in rows:
+        if key in copies:
+            raise ValueError(
+                f"adapter {name!r}: {key} is in modules_to_save and in trainable_token_indices; remove "
+                "one of them"
+            )
+    return copies | rows
+
+
+def _copies(name: str, config: LoraConfig, modules: Mapping[str, nn.Module]) -> dict[str, LayerSpec]:
+    wanted = list(config.modules_to_save or ())
+    found: dict[str, LayerSpec] = {}
+    for key, module in modules.items():
+        if any(key.startswith(f"{other}.") for other in found) or not key.endswith(tuple(wanted)):
+            continue
+        reason = why_not_copied(module)
+        if reason is not None:
+            raise ValueError(
+                f"adapter {name!r}: modules_to_save: {key} {reason}; only modules that act on single rows, "
+                "such as heads and norms, can be trained per adapter"
+            )
+        found[key] = LayerSpec(0, 1.0, 0.0, TRAINED_COPY)
+    _refuse_unmatched(name, config, wanted, list(found), modules)
+    return found
+
+
+def _refuse_unmatched(
+    name: str,
+    config: LoraConfig,
+    wanted: list[str],
+    found: list[str],
+    modules: Mapping[str, nn.Module],
+) -> None:
+    heads = task_heads(config)
+    for one in wanted:
+        if one in heads or any(key.endswith(one) for key in found):
+            continue
+        short = list(dict.fromkeys(key.rpartition(".")[2] for key in modules))
+        near = difflib.get_close_matches(one, short, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"adapter {name!r}: modules_to_save: {one!r} matches nothing in the model{hint}")
+    task = str(getattr(config.task_type, "value", config.task_type))
+    if heads and not any(key.endswith(heads) for key in found):
+        raise ValueError(
+            f"adapter {name!r}: task_type={task!r} trains a head named {' or '.join(heads)}, and the model "
+            "has none; load it with its AutoModelFor... class, or leave task_type out"
+        )
+
+
+def _rows(
+    model: nn.Module, name: str, config: LoraConfig, modules: Mapping[str, nn.Module]
+) -> dict[str, LayerSpec]:
+    asked: Any = config.trainable_token_indices
+    if asked is None:
+        return {}
+    embedding = _input_embedding(model, modules)
+    if not isinstance(asked, dict):
+        asked = {embedding or "embed_tokens": asked}
+    tied = _tied_to_embedding(model, embedding)
+    targets: dict[str, list[int]] = {}
+    for target, tokens in asked.items():
+        keys = [key for key in modules if key.endswith(target)]
+        if not keys:
+            raise ValueError(
+                f"adapter {name!r}: trainable_token_indices: {target!r} matches nothing in the model"
+            )
+        targets |= {key: list(tokens) for key in keys}
+    found = {
+        key: LayerSpec(len(tokens), 1.0, 0.0, TRAINED_ROWS, tokens=tuple(tokens))
+        for key, tokens in targets.items()
+    }
+    own = targets.get(embedding)
+    if own is not None and all(targets.get(key, own) == own for key in tied):
+        rows = LayerSpec(len(own), 1.0, 0.0, TRAINED_ROWS, tokens=tuple(own), tied_to=embedding)
+        found |= dict.fromkeys(tied, rows)
+    for key, spec in found.items():
+        _check_rows(name, key, modules[key], spec)
+    return found
+
+
+def _check_rows(name: str, key: str, module: nn.Module, spec: LayerSpec) -> None:
+    try:
+        layer_kind(module, spec.kind)
+    except ValueError as error:
+        raise ValueError(
+            f"adapter {name!r}: trainable_token_indices: {key} is a {type(plain_module(module)).__name__}; "
+            "only plain embeddings, and linear layers without bias, have rows that can be trained"
+        ) from error
+    rows = plain_module(module).weight.shape[0]  # type: ignore[union-attr, index]
+    for token in spec.tokens:
+        if not 0 <= token < rows:
+            raise ValueError(
+                f"adapter {name!r}: trainable_token_indices: token {token} is outside of {key}, which has "
+                f"{rows} rows"
+            )
+
+
+def _input_embedding(model: nn.Module, modules: Mapping[str, nn.Module]) -> str:
+    """Returns the name of the model's input embedding; empty if the model does not tell."""
+    getter: Any = getattr(model, "get_input_embeddings", None)
+    own = getter() if callable(getter) else None
+    return next((key for key, module in modules.items() if module is own), "")
+
+
+def _tied_to_embedding(model: nn.Module, embedding: str) -> list[str]:
+    """Returns the names of the modules whose weight is tied to the input embedding, by PEFT's rules."""
+    from peft.tuners.tuners_utils import BaseTuner
+    from peft.utils.other import _get_module_names_tied_with_embedding
+
+    config: Any = BaseTuner.get_model_config(model)  # type: ignore[arg-type]
+    if not embedding or not config.get("tie_word_embeddings", False):
+        return []
+    return [key for key in _get_module_names_tied_with_embedding(model) if key != embedding]
