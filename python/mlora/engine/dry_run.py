@@ -36,12 +36,12 @@ from mlora.optim.registry import optimizer_kind
 from mlora.pipeline.message import Message, MessageType
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
-from mlora_ext.adapters.kind import LayerSpec, one_by_one
+from mlora_ext.adapters.kind import LayerSpec, ParameterSpec, TensorSpec, one_by_one
 from mlora_ext.adapters.registry import adapter_kind
 from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
 from mlora_ext.nn.layer_kinds import layer_kind
-from mlora_ext.nn.targets import target_layers
+from mlora_ext.nn.targets import low_rank, target_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -97,16 +97,18 @@ class DryStage:
     def states(self, lora: LoraConfig, optim: OptimConfig) -> States:
         """Returns what an adapter takes on this stage besides its micro-batches."""
         specs, optimizer = self._specs(lora), optimizer_kind(optim.optim)
+        kinds = {name: adapter_kind(spec.kind) for name, spec in low_rank(specs).items()}
         shapes, pages, kept = [], [], 0
         for name, spec in specs.items():
             layer = self._model.get_submodule(name)
-            parts = layer_kind(layer).shapes(layer, spec)
-            kept += adapter_kind(spec.kind).kept_bytes(getattr(layer, "out_features", 0))
+            parts = layer_kind(layer, spec.kind).shapes(layer, spec)
+            if name in kinds:
+                kept += kinds[name].kept_bytes(getattr(layer, "out_features", 0))
             shapes += [part.shape for key, part in parts.items() if part.trained and optimizer.trains(key)]
-            pages += [(max(part.rows, PAGE_ROWS), part.width) for part in parts.values()]
+            pages += [_page(part) for part in parts.values()]
         moments, update = optimizer.state_bytes(shapes), optimizer.step_bytes(shapes)
         ranks = [(name, spec.rank) for name, spec in sorted(one_by_one(specs).items())]
-        own_bases = [name for name, spec in specs.items() if adapter_kind(spec.kind).has_own_base]
+        own_bases = [name for name, kind in kinds.items() if kind.has_own_base]
         ranks += [(f"{name}, own base", specs[name].rank) for name in sorted(own_bases)]
         return States(4 * elements(pages) + kept, 4 * elements(shapes), moments, update, tuple(ranks))
 
@@ -354,6 +356,11 @@ def _shapes(block: nn.Module) -> Iterator[Hashable]:
     for name, module in block.named_modules():
         if isinstance(module, AdapterLayer):
             yield name, module.frozen.shape, tuple(module.specs.items())
+
+
+def _page(part: ParameterSpec | TensorSpec) -> Sequence[int]:
+    """Returns the shape of the memory that a new Parameter may take."""
+    return part.shape if isinstance(part, TensorSpec) else (max(part.rows, PAGE_ROWS), part.width)
 
 
 def _period(kinds: Sequence[Hashable]) -> int:
