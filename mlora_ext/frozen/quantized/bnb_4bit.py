@@ -104,7 +104,7 @@ def _packed_in_rows(source: nn.Module) -> tuple[Tensor, Any]:
     """Returns the 4-bit numbers in the order of W's rows, and bitsandbytes' state.
 
     An evaluation without gradients, on processors with AVX512-BF16, leaves them in another order, and the
-    scales in bf16 `[D / blocksize, O]`, no longer quantised. bitsandbytes' way back keeps that order of scales.
+    scales in bf16 `[D / blocksize, O]`, not quantised. bitsandbytes' way back keeps that order of scales.
     """
     weight: Any = source.weight
     state: Any = getattr(weight, "quant_state", None) or getattr(source, "quant_state", None)
