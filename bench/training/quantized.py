@@ -6,9 +6,8 @@
 Both quantise the same Llama of random weights with bitsandbytes (nf4, double quantisation). A step is
 forward, backward, clipping and fused AdamW for every adapter on its own batch. PEFT keeps its adapters on one
 base and pads each batch to its longest sample, as Transformers' collator does; `equal` settings have nothing
-to pad. Both take turns and medians are compared; `cpu_ratio` compares the processor time, which other
-processes disturb less. Memory: bytes of the base as the allocator reports them against the sum of its tensors, and the
-peak of a step against the same step over plain fp32 weights.
+to pad. Both take turns and medians are compared. `cpu_ratio` compares the processor time, which other
+processes disturb less. Memory: the base's bytes, and the peak of a step over it and over plain fp32 weights.
 """
 
 from __future__ import annotations
