@@ -15,13 +15,17 @@ from ..base_gemm import linear, linear_dx
 from ..weight import FrozenWeight
 
 BLOCK_BYTES = 16 << 20
-"""The most bytes of dequantised rows at a time on a CPU; fewer make the products slower."""
+"""The most bytes of dequantised rows at a time on a CPU, or as many rows as x has, if these are more.
+
+Smaller blocks make the products slower. A block of W with fewer rows than x saves nothing: the parts of the
+result that each block makes are then larger than the block.
+"""
 
 
 class QuantizedWeight(FrozenWeight):
     """A frozen weight in fewer bits, dequantised at each use and never kept dequantised.
 
-    On a CPU a product dequantises at most `BLOCK_BYTES` of rows at a time; on other devices, one layer.
+    On a CPU a product dequantises a block of rows at a time, see `BLOCK_BYTES`; on other devices, one layer.
 
     Attributes:
         compute_dtype: dtype of the products; None: that of x. Results have the dtype of x.
@@ -43,7 +47,7 @@ class QuantizedWeight(FrozenWeight):
         """Returns `x Wᵀ + b`; each block of W makes some columns."""
         dtype = self.compute_dtype or x.dtype
         given, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        blocks = list(self._blocks(dtype))
+        blocks = list(self._blocks(dtype, len(x)))
         if len(blocks) == 1:
             return linear(given, self.rows(*blocks[0], dtype), bias).to(x.dtype)
         y = x.new_empty(len(x), self.shape[0])
@@ -56,7 +60,7 @@ class QuantizedWeight(FrozenWeight):
         """Returns `dy W`, a sum over the blocks of W; sums of 16-bit products are kept in fp32."""
         dtype = self.compute_dtype or dy.dtype
         given = dy.to(dtype)
-        blocks = list(self._blocks(dtype))
+        blocks = list(self._blocks(dtype, len(dy)))
         if len(blocks) == 1:
             return linear_dx(given, self.rows(*blocks[0], dtype)).to(dy.dtype)
         dx = dy.new_zeros(len(dy), self.shape[1], dtype=torch.promote_types(dtype, torch.float32))
@@ -64,12 +68,12 @@ class QuantizedWeight(FrozenWeight):
             dx += linear_dx(given[:, begin:end], self.rows(begin, end, dtype))
         return dx.to(dy.dtype)
 
-    def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    def _blocks(self, dtype: torch.dtype, rows_of_x: int) -> Iterator[tuple[int, int]]:
         """Yields the first row of each block, and the one behind its last."""
         rows, columns = self.shape
         step = rows
         if self.device.type == "cpu":
-            most = BLOCK_BYTES // max(1, columns * dtype.itemsize)
+            most = max(BLOCK_BYTES // max(1, columns * dtype.itemsize), rows_of_x)
             step = max(1, most // self.row_step) * self.row_step
         for begin in range(0, rows, max(1, step)):
             yield begin, min(begin + step, rows)

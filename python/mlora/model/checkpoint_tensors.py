@@ -35,6 +35,9 @@ class _Lazy:
     def __getitem__(self, _: object) -> Tensor:
         return self._file.read(self._key)
 
+    def get_dtype(self) -> str:
+        return self._file.kind(self._key)
+
 
 def files_of(source: str, named: str | None) -> dict[str, str]:
     """Returns the file name of each tensor of a checkpoint, by the tensor's key."""

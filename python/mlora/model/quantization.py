@@ -54,7 +54,7 @@ def quantizer_of(
         options = said if said is not None else transformers_config(chosen, dtype)
         found: HfQuantizer = AutoHfQuantizer.from_config(options, pre_quantized=said is not None)
         found.validate_environment(device_map={"": device})
-    except (ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, ImportError) as error:
         raise RunError(
             f"base_model: {source}: its quantization cannot be read: {first_line(error)}"
         ) from error

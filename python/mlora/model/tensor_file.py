@@ -59,6 +59,10 @@ class TensorFile(AbstractContextManager["TensorFile"]):
     def keys(self) -> Iterable[str]:
         return self._entries.keys()
 
+    def kind(self, key: str) -> str:
+        """Returns the name of a tensor's dtype in the file, such as `BF16`."""
+        return str(self._entries[key]["dtype"])
+
     def places(self) -> dict[str, tuple[int, torch.dtype, tuple[int, ...]]]:
         """Returns offset in the file, dtype and shape of each tensor whose dtype torch has, by key."""
         return {

@@ -57,9 +57,7 @@ def test_base_model_whose_config_is_wrong(
 @pytest.mark.parametrize(
     "method",
     [
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
         {"quant_method": "gptq", "bits": 4},
-        {"quant_method": "torchao", "quant_type": "int8_weight_only"},
         {"quant_method": "fp8"},  # Transformers loads it itself, without another package
         {"quant_method": "unheard-of"},
         {"bits": 4},
@@ -71,11 +69,24 @@ def test_quantized_base(run: Run, tiny_base: Path, tmp_path: Path, method: dict,
     config = tmp_path / "few-bits" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": method}))
     path = write_run(tmp_path, run_data(tmp_path / "few-bits", tmp_path))
-    named = method.get("quant_method", "its config.json has a quantization_config")
+    named = method.get("quant_method", "its config.json has a quantization_config without quant_method")
+    package = "; Transformers reads it with gptqmodel" if named == "gptq" else ""
     assert only_line(run(command, path)) == (
-        f"error: base_model: {tmp_path}/few-bits is quantized ({named}), and quantized bases are not "
-        "supported yet; use the original model in bf16, fp16 or fp32"
+        f"error: base_model: {tmp_path}/few-bits is quantized ({named}), and only checkpoints of "
+        f"bitsandbytes and torchao are served{package}; use the original model, and `quantization: {{method: "
+        "bnb-nf4}` to save memory"
     )
+
+
+@pytest.mark.parametrize(
+    "said", [{"quant_method": "torchao", "quant_type": "int7"}, {"quant_method": "bitsandbytes"}]
+)
+def test_quantization_that_cannot_be_read(run: Run, tiny_base: Path, tmp_path: Path, said: dict) -> None:
+    shutil.copytree(tiny_base, tmp_path / "few-bits")
+    config = tmp_path / "few-bits" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": said}))
+    path = write_run(tmp_path, run_data(tmp_path / "few-bits", tmp_path))
+    assert only_line(run("validate", path)).startswith(f"error: base_model: {tmp_path}/few-bits: its quantiz")
 
 
 def test_config_of_another_shape_than_transformers_expects(run: Run, tiny_base: Path, tmp_path: Path) -> None:

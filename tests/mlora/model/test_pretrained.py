@@ -17,8 +17,9 @@ def test_quantized_models(
 ) -> None:
     """Before a weight is read: there is none in this folder."""
     config = json.loads((tiny_base / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {field: {"quant_method": "torchao"}}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {field: {"quant_method": "awq"}}))
     with pytest.raises(
-        ValueError, match=r"^base_model: .* is quantized \(torchao\), and quantized bases are"
+        ValueError,
+        match=r"^base_model: .* is quantized \(awq\), and only .* Transformers reads it with gptqmodel",
     ):
         load(str(tmp_path), torch.float32)
