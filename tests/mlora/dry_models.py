@@ -13,6 +13,8 @@ LORAS: dict[str, dict[str, Any]] = {
     "a": {"r": 4, "target_modules": "all-linear"},
     "b": {"r": 16, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1},
     "c": {"r": 6, "target_modules": ["o_proj", "lm_head"]},
+    "dora": {"r": 4, "target_modules": ["q_proj", "up_proj"], "use_dora": True, "lora_dropout": 0.1},
+    "bias": {"r": 4, "target_modules": ["q_proj", "down_proj"], "lora_bias": True},
 }
 OPTIM = OptimConfig(learning_rate=1e-3, total_steps=10)
 

@@ -65,6 +65,12 @@ def test_with_a_head_that_is_trained() -> None:
     assert_measured_alike(llama(vocab_size=300), "ac", [{"a": [20, 9], "c": [30]}])
 
 
+def test_with_dora_and_lora_bias() -> None:
+    """Beside plain LoRA, also with dropout, for which DoRA has a second base product."""
+    shapes = [{"b": [20, 31], "dora": [40], "bias": [9]}]
+    assert_measured_alike(llama(num_hidden_layers=2), ["b", "dora", "bias"], shapes)
+
+
 def test_what_torch_cannot_fake_is_refused() -> None:
     """`_grouped_mm` of experts takes fp32 on a CPU, but not as a fake tensor."""
     stage = DryStage(make("gpt_oss"), StageOptions(CPU, torch.float32))
@@ -116,7 +122,7 @@ def test_states_are_those_of_a_created_adapter() -> None:
     source = llama()
     stage = DryStage(source, StageOptions(CPU, torch.float32))
     engine = Engine(source)
-    for name, lora in loras("abc").items():
+    for name, lora in loras(["a", "b", "c", "dora", "bias"]).items():
         states = stage.states(lora, OPTIM)
         engine.create_adapter(name, lora, OPTIM)
         engine.forward_backward({name: of([9, 4])})
