@@ -16,8 +16,7 @@ EXAMPLES = Path(place).parent
 @pytest.mark.filterwarnings("ignore")
 def test_its_adapters_train(tmp_path: Path) -> None:
     data = read_yaml(EXAMPLES / "initialisations.yaml")
-    data["defaults"] |= {"max_steps": 2, "logging_steps": 1, "init_samples": 16, "warmup_steps": 1}
-    data["defaults"]["per_device_train_batch_size"] = 8
+    data["defaults"] |= {"max_steps": 2, "logging_steps": 1, "init_samples": 32, "warmup_steps": 1}
     config = resolve_config(data | {"output_dir": str(tmp_path / "run")}, folder=EXAMPLES)
     result = mlora.train(config)
     assert result.status == "finished"
