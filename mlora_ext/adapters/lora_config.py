@@ -126,7 +126,7 @@ def _check_start(name: str, config: LoraConfig) -> None:
     elif how == "loftq":
         reason = (
             "it replaces the base's weights by quantised ones, and an adapter over a shared base cannot hold "
-            "that change of full rank; quantise the base itself, and call mlora_ext.initialise_loftq"
+            "that change of full rank; use a quantised base with 'pissa' or plain LoRA"
         )
     raise ValueError(
         f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} is not supported: {reason}"

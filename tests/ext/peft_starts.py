@@ -17,6 +17,7 @@ from peft.tuners.lora.loraga import preprocess_loraga
 from torch import nn
 
 from mlora_ext.nn.add_remove import named_seed
+from mlora_ext.nn.start.statistics import signs_of
 from mlora_ext.nn.targets import target_layers
 
 SEED = 5
@@ -25,7 +26,7 @@ STARTS: dict[str, dict[str, Any]] = {
     "pissa": {},
     "pissa_niter_4": {},
     "olora": {},
-    "eva": {"eva_config": EvaConfig(rho=1.5)},
+    "eva": {"eva_config": EvaConfig(rho=1.5, tau=0.9)},
     "corda": {"corda_config": CordaConfig(corda_method="kpm")},
     "lora_ga": {"lora_ga_config": LoraGAConfig()},
 }
@@ -48,12 +49,23 @@ def data_of(how: str, count: int = 4) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def with_signs(svd: Any) -> Any:
+    """A decomposition whose vectors have positive largest entries; PEFT takes A and B of different ones."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        u, s, v = svd(*args, **kwargs)
+        return u * signs_of(u.t()).t(), s, v * signs_of(v.t()).t()
+
+    return decomposed
+
+
 def by_peft(
     base: nn.Module, config: LoraConfig, data: Sequence[Any], name: str, patch: pytest.MonkeyPatch
 ) -> nn.Module:
     """PEFT's model over a copy of the base, initialised by PEFT's own functions.
 
-    Before PEFT initialises a layer, torch gets our seed of the adapter in that layer.
+    Before PEFT initialises a layer, torch gets our seed of the adapter in that layer. The signs of singular
+    vectors, which are arbitrary, are ours: LoRA-GA's differ in a way that training notices.
     """
     base, config = copy.deepcopy(base), copy.deepcopy(config)
     config.target_modules = list(target_layers(base, name, config))
@@ -75,7 +87,15 @@ def by_peft(
 
     with pytest.MonkeyPatch.context() as context:
         context.setattr(LoraLayer, "update_layer", seeded)
+        if config.init_lora_weights == "lora_ga":
+            context.setattr(torch, "svd_lowrank", with_signs(torch.svd_lowrank))
         peft = get_peft_model(base, config)
+    if config.init_lora_weights == "corda":
+        for layer in (module for module in peft.modules() if isinstance(module, LoraLayer)):
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            signs = signs_of(a.data)
+            a.data *= signs
+            b.data *= signs.t()
     if config.init_lora_weights == "eva":
         initialize_lora_eva_weights(peft, data, show_progress_bar=False)
     return peft

@@ -155,7 +155,9 @@ class Covariances(Statistics):
             u, s, v = _decomposed(linear.weight, self._sums.pop(key) / self._seen[key])
             linear.eigens = SimpleNamespace(U_WC=u[:, kept], S_WC=s[kept].clone(), V_WC=v[:, kept])
 
-        return self._from_peft(key, layer, prepare)
+        found = self._from_peft(key, layer, prepare)
+        signs = signs_of(found["lora_A"])  # of both halves of a pair: their product stays
+        return {"lora_A": found["lora_A"] * signs, "lora_B": found["lora_B"] * signs.t()}
 
 
 def _decomposed(weight_OD: Tensor, covariance_DD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,7 +209,9 @@ class Gradients(Statistics):
         def prepare(linear: Any) -> None:
             linear._peft_loraga_grad = gradient.t() if layer.fan_in_fan_out else gradient
 
-        return self._from_peft(key, layer, prepare, as_conv1d=layer.fan_in_fan_out)
+        found = self._from_peft(key, layer, prepare, as_conv1d=layer.fan_in_fan_out)
+        a, b = found["lora_A"], found["lora_B"]
+        return {"lora_A": a * signs_of(a), "lora_B": b * signs_of(b.t()).t()}
 
 
 class _Watched(torch.autograd.Function):
@@ -310,6 +314,15 @@ class Components(Statistics):
         if self._info.config.eva_config.whiten:
             values = values / pca.singular_values_[:rank].sqrt().reshape(-1, 1)
         return {"lora_A": values}
+
+
+def signs_of(rows: Tensor) -> Tensor:
+    """Returns `[R, 1]`, 1 or -1: the sign of each row's largest entry.
+
+    Singular vectors have any sign, which rounding decides; with these signs their largest entry is positive.
+    """
+    largest = rows.gather(1, rows.abs().argmax(1, keepdim=True))
+    return torch.where(largest < 0, -1.0, 1.0)
 
 
 def statistics_of(model: nn.Module, name: str) -> Statistics:

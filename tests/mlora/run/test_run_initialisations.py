@@ -1,0 +1,100 @@
+"""Adapters that begin in their own ways: over one stage or two, resumed, and as outside of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlora.engine.dry_run import DryStage
+from mlora.engine.engine import Engine
+from mlora.engine.stage_group import StageOptions
+from mlora.optim.optim_config import OptimConfig
+from peft import EvaConfig, LoraConfig
+from peft.tuners.lora.config import CordaConfig, LoraGAConfig
+from safetensors.torch import load_file
+
+import mlora_ext as mx
+from tests.mlora.seam_runs import data_of, train_and_resume
+from tests.mlora.stage_runs import assert_alike
+from tests.mlora.tiny_models import make, samples
+from tests.tolerances import STEADY_EPSILON, assert_same_up_to_rounding
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STARTS: dict[str, dict[str, Any]] = {
+    "eva": {"eva_config": EvaConfig(rho=1.5, tau=0.9)},
+    "corda": {"corda_config": CordaConfig()},
+    "lora_ga": {"lora_ga_config": LoraGAConfig()},
+}
+
+
+def config_of(how: str, **fields: Any) -> LoraConfig:
+    given = {"r": 3, "lora_alpha": 4, "target_modules": "all-linear", **fields}
+    return LoraConfig(init_lora_weights=how, **STARTS.get(how, {}), **given)
+
+
+def test_runs_over_one_stage_and_two_resume_alike(tiny_base: Path, tmp_path: Path) -> None:
+    runs = []
+    for stages in (1, 2):
+        folder = tmp_path / str(stages)
+        folder.mkdir()
+        block = {"r": 2, "lora_dropout": 0.2, "target_modules": "all-linear", "init_lora_weights": "eva"}
+        data = data_of(tiny_base, folder, stages, lora=block)
+        data["defaults"] |= {"adam_epsilon": 100 * STEADY_EPSILON, "init_samples": 6}
+        data["adapters"][1]["lora"] |= {"init_lora_weights": "lora_ga", "lora_ga_config": {}}
+        pissa = {**block, "init_lora_weights": "pissa", "r": 4}
+        data["adapters"].append({"name": "third", "dataset": "two", "lora": pissa})
+        runs.append(train_and_resume(data, folder))
+    assert_alike(runs[1], runs[0])
+    tensors = load_file(runs[0] / "adapters" / "third" / "adapter_model.safetensors")
+    assert {len(t) for key, t in tensors.items() if "lora_A" in key} == {8}
+    assert not any("start" in key for key in tensors)
+
+
+@pytest.mark.parametrize("how", STARTS)
+def test_an_engine_begins_as_a_model_of_ones_own(how: str) -> None:
+    """Packed rows without padding, here over two stages, against batches of one sample each."""
+    given = [[sample] for sample in samples(4, 14, seed=1) if len(sample.input_ids) > 5]
+    with Engine(make("llama"), stages=2, seed=7, gradient_checkpointing=how == "lora_ga") as engine:
+        engine.create_adapter("a", config_of(how), OptimConfig(total_steps=9), start_batches=given)
+        found = engine.weights("a")
+        engine.forward_backward({"a": samples(2, 9, seed=2)})
+    model = mx.convert_model(make("llama"), {"a": config_of(how)}, seed=7)
+    batches = [
+        {"input_ids": torch.tensor([sample.input_ids]), "labels": torch.tensor([sample.labels])}
+        for (sample,) in given
+    ]
+    mx.initialise_from_data(model, "a", batches)
+    expected = mx.adapter_parameters(model, "a")
+    assert len(found) == len(expected)
+    for key, parameter in expected.items():
+        tensor = found[f"base_model.model.{key.replace('.a.weight', '.weight')}"]
+        if parameter.any():
+            assert_same_up_to_rounding(tensor, parameter.detach(), key, 1e-3)
+
+
+def test_an_adapter_without_its_data_is_not_trained() -> None:
+    engine = Engine(make("llama"))
+    engine.create_adapter("a", config_of("corda"), OptimConfig(total_steps=9))
+    with pytest.raises(ValueError, match="adapter 'a': init_lora_weights='corda' needs the adapter's data"):
+        engine.forward_backward({"a": samples(2, 9, seed=2)})
+    with pytest.raises(ValueError, match="adapter 'b': expected at least one batch of its data, got none"):
+        engine.create_adapter("b", config_of("corda"), OptimConfig(total_steps=9), start_batches=[])
+    assert engine.adapters == ["a"]
+
+
+def test_what_is_not_trained_has_no_optimizer_states(tiny_base: Path) -> None:
+    stage = DryStage(str(tiny_base), StageOptions(torch.device("cpu"), torch.float32))
+    fields: dict[str, Any] = {"r": 16, "target_modules": ["q_proj"]}
+    own = stage.states(config_of("pissa", **fields), OptimConfig())
+    plain = stage.states(LoraConfig(**fields), OptimConfig())
+    assert (own.gradients, own.moments) == (plain.gradients, plain.moments)
+    assert own.weights == 2 * plain.weights
+    engine = Engine(make("llama"))
+    engine.create_adapter("a", config_of("olora"), OptimConfig(total_steps=9))
+    engine.forward_backward({"a": samples(2, 9, seed=2)})
+    engine.optim_step("a")
+    state = engine.state_dict("a")
+    assert {key for key in state["weights"] if ".lora_" in key} == set(state["moments"])
+    assert len(state["weights"]) == 2 * len(state["moments"])
