@@ -11,7 +11,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinit
 PARALLEL := -n $(WORKERS) --dist worksteal
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test trl check format nightly soak bench clean
+.PHONY: env quickstart test suite trl check style types format nightly soak bench clean
 
 env: $(STAMP)
 
@@ -22,15 +22,23 @@ $(STAMP): $(NATIVE)
 quickstart: $(STAMP)
 	$(BIN)/mlora train examples/quickstart.yaml --overwrite
 
-check: $(STAMP)
+check: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+types: $(STAMP)
 	$(BIN)/mypy
 
+# mypy uses one core, so it runs beside the tests
+test: style
+	$(MAKE) --no-print-directory -j2 types suite
+
 # tests start hundreds of processes: each would compile these sources where bytecode is not kept
-test: export PYTHONDONTWRITEBYTECODE =
-test: check
+suite: export PYTHONDONTWRITEBYTECODE =
+suite: $(STAMP)
 	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly" $(PARALLEL) --durations=20
 
 nightly: export PYTHONDONTWRITEBYTECODE =
