@@ -39,14 +39,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is collected: modules and tests stay, and to search them for garbage takes time
     threads = config.getoption("threads")
     torch.set_num_threads(threads)
     # For the processes that tests start. With fewer cores than threads, MKL and then torch would use fewer.
     os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_DYNAMIC": "FALSE"}
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD), *filter(None, inherited)])
+    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":  # not for xdist's workers
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD), *filter(None, inherited)])
     if config.getoption("cpu_isa"):
         use_cpu_isa(config.getoption("cpu_isa"))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
