@@ -11,7 +11,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinit
 PARALLEL := -n $(WORKERS) --dist worksteal
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test peers check format nightly soak bench clean
+.PHONY: env quickstart test suite peers check style types format nightly soak bench clean
 
 env: $(STAMP)
 
@@ -19,32 +19,40 @@ $(STAMP): $(NATIVE)
 	$(PYTHON) .ci/make_env.py .venv
 	@touch $@
 
-quickstart: $(STAMP)
-	$(BIN)/mlora train examples/quickstart.yaml --overwrite
-
-check: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-	$(BIN)/mypy
-
-# tests start hundreds of processes: each would compile these sources where bytecode is not kept
-test: export PYTHONDONTWRITEBYTECODE =
-test: check
-	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly and not peers" $(PARALLEL) --durations=20
-	$(MAKE) peers
-
-nightly: export PYTHONDONTWRITEBYTECODE =
-nightly: $(STAMP)
-	$(BIN)/python -m pytest -m nightly $(PARALLEL)
-	$(BIN)/python .ci/matrix.py $(PARALLEL)
-
 # sees the packages of .venv, so that only these libraries and what they need besides are installed
 PEERS := .venv-peers/.ready
 
 $(PEERS): $(STAMP) .ci/make_peers_env.py
 	$(PYTHON) .ci/make_peers_env.py .venv .venv-peers
 	@touch $@
+
+quickstart: $(STAMP)
+	$(BIN)/mlora train examples/quickstart.yaml --overwrite
+
+check: style types
+
+style: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# mypy and pip use one core, so they run beside the tests
+test: style
+	$(MAKE) --no-print-directory -j3 types suite $(PEERS)
+	$(MAKE) --no-print-directory peers
+
+# tests start hundreds of processes: each would compile these sources where bytecode is not kept
+suite: export PYTHONDONTWRITEBYTECODE =
+suite: $(STAMP)
+	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly and not peers" $(PARALLEL) --durations=20
+
+nightly: export PYTHONDONTWRITEBYTECODE =
+nightly: $(STAMP)
+	$(BIN)/python -m pytest -m nightly $(PARALLEL)
+	$(BIN)/python .ci/matrix.py $(PARALLEL)
 
 peers: export PYTHONDONTWRITEBYTECODE =
 peers: $(PEERS)

@@ -30,9 +30,9 @@ def random_layout(rows: int) -> mx.SegmentLayout:
     return mx.SegmentLayout.from_lengths(lengths, [-1, *torch.randint(-1, 3, (len(lengths) - 1,)).tolist()])
 
 
-def run(block: torch.nn.Module, model: torch.nn.Module, x: torch.Tensor, rotary: tuple) -> list[torch.Tensor]:
+def run(part: torch.nn.Module, model: torch.nn.Module, x: torch.Tensor, **more: tuple) -> list[torch.Tensor]:
     x = x.clone().requires_grad_()
-    y = block(x, position_embeddings=rotary)
+    y = part(x, **more)
     wanted = [x, *(p for p in model.model.layers.parameters() if p.requires_grad)]
     return [
         y.detach(),
@@ -51,9 +51,9 @@ def test_layouts_steps_and_layers_recompile_nothing(model: torch.nn.Module) -> N
             mx.route(model, random_layout(rows), NAMES, steps=[step, 2 * step, 7]),
         ):
             for index, (layer, block) in enumerate(zip(model.model.layers, blocks, strict=True)):
-                expected = run(layer, model, x, rotary)
+                expected = run(layer, model, x, position_embeddings=rotary)
                 with torch._dynamo.config.patch(error_on_recompile=step + index > 0):
-                    got = run(block, model, x, rotary)
+                    got = run(block, model, x, position_embeddings=rotary)
                 for one, other in zip(got, expected, strict=True):
                     torch.testing.assert_close(one, other)
 
@@ -68,7 +68,11 @@ def test_row_counts_recompile_nothing(model: torch.nn.Module) -> None:
             mx.route(model, random_layout(rows), NAMES),
             torch._dynamo.config.patch(error_on_recompile=step > 0),
         ):
-            for one, other in zip(run(block, model, x, rotary), run(layer, model, x, rotary), strict=True):
+            for one, other in zip(
+                run(block, model, x, position_embeddings=rotary),
+                run(layer, model, x, position_embeddings=rotary),
+                strict=True,
+            ):
                 torch.testing.assert_close(one, other)
 
 
@@ -81,33 +85,36 @@ def test_compiled_layers_leave_held_gradients_to_autograd(model: torch.nn.Module
     )
     block = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with mx.route(model, random_layout(rows), NAMES, steps=[1, 2, 3]):
-        expected = run(layer, model, x, rotary)
+        expected = run(layer, model, x, position_embeddings=rotary)
         model.mlora_router.accumulates = True
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         model.mlora_router.moved()
-        for one, other in zip(run(block, model, x, rotary), expected, strict=True):
+        for one, other in zip(run(block, model, x, position_embeddings=rotary), expected, strict=True):
             torch.testing.assert_close(one, other)
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-def test_inductor(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", ["mlp", pytest.param("block", marks=pytest.mark.nightly)])
+def test_inductor(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """The default backend: compiled to C++, once for all layouts, steps and layers."""
     # The cache on the disk takes no note of ATEN_CPU_CAPABILITY: it returns code for another instruction set
     # than the one that the compiler is then told.
     monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
     rows = 24
-    blocks = [torch.compile(layer, fullgraph=True) for layer in model.model.layers]
+    parts = [layer if part == "block" else layer.mlp for layer in model.model.layers]
+    compiled = [torch.compile(one, fullgraph=True) for one in parts]
     for step in range(3):
         x = torch.randn(1, rows, 32)
         rotary = model.model.rotary_emb(x, torch.arange(rows).unsqueeze(0))
+        more = {"position_embeddings": rotary} if part == "block" else {}
         with mx.route(model, random_layout(rows), NAMES, steps=[step, 2 * step, 7]):
-            for index, (layer, block) in enumerate(zip(model.model.layers, blocks, strict=True)):
+            for index, (one, other) in enumerate(zip(compiled, parts, strict=True)):
                 with torch._dynamo.config.patch(error_on_recompile=step + index > 0):
-                    got = run(block, model, x, rotary)
-                for place, (one, other) in enumerate(zip(got, run(layer, model, x, rotary), strict=True)):
-                    assert_same_up_to_rounding(one, other, f"step {step}, layer {index}, result {place}")
+                    got = run(one, model, x, **more)
+                for place, (mine, theirs) in enumerate(zip(got, run(other, model, x, **more), strict=True)):
+                    assert_same_up_to_rounding(mine, theirs, f"step {step}, layer {index}, result {place}")
 
 
 @pytest.mark.parametrize("how", ["adapter_names", "route"])

@@ -164,7 +164,10 @@ CONFIGS = {name: LoraConfig(r=r, target_modules="all-linear") for name, r in (("
 
 
 def held_model() -> nn.Module:
-    model = converted(1, **CONFIGS).train()
+    """With adapters on two layers that share their input, and on one alone."""
+    some = ["q_proj", "v_proj", "down_proj"]
+    configs = {name: LoraConfig(r=config.r, target_modules=some) for name, config in CONFIGS.items()}
+    model = converted(1, **configs).train()
     model.mlora_router.accumulates = True
     return zeroed(model)
 

@@ -75,10 +75,9 @@ class PeftLayers:
         if name not in names_on(layer):
             return {}
         if hasattr(layer, "token_adapter"):
-            tied = layer.token_adapter.tied_adapter is not None
-            return (
-                {} if tied else {"trainable_tokens_delta": layer.token_adapter.trainable_tokens_delta[name]}
-            )
+            rows = layer.token_adapter
+            own = {} if rows.tied_adapter is not None else rows.trainable_tokens_delta
+            return {"trainable_tokens_delta": own[name]} if own else {}
         if _is_wrapper(layer):
             return dict(layer.modules_to_save[name].named_parameters())
         if name in layer.lora_embedding_A:

@@ -29,6 +29,10 @@ def full_faults(config: Any) -> dict[Location, str]:
         own = {
             "lora": (bool(adapter.lora), "method: full trains all weights; remove it"),
             "init_from": (adapter.init_from is not None, "method: full begins with base_model; remove it"),
+            "optim": (
+                not adapter.optim.startswith("adamw_torch"),
+                f"method: full trains with AdamW, got {adapter.optim!r}; remove it",
+            ),
             "loraplus_lr_ratio": (
                 adapter.loraplus_lr_ratio is not None,
                 "is a rate of lora_B, and method: full has none; remove it",

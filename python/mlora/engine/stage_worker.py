@@ -223,15 +223,9 @@ class StageWorker(Hooks, nn.Module):
     def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
         """Makes each adapter's update; OptimizerError says whose failed and why."""
         for name, update in updates.items():
-            optimizer = self._optimizers[name]
             try:
-                optimizer.apply(Update(**update))
-            except Exception as error:  # an optimizer of one's own may raise anything
-                if isinstance(error, OSError) or is_out_of_memory(error):
-                    raise
-                what = f"adapter {name!r}: its optimizer ({optimizer.config.optim}) failed in step"
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                raise OptimizerError(f"{what} {optimizer.steps + 1}: {reason}") from error
+                with FailuresOf(name, self._optimizers[name]):
+                    self._optimizers[name].apply(Update(**update))
             finally:
                 self._changed(name)
 
@@ -434,6 +428,28 @@ class StageWorker(Hooks, nn.Module):
                 logits = self._logits(output.index_select(0, rows))
                 log_p = -F.cross_entropy(logits.float(), tokens, reduction="none")
         return log_p.split(silent["lengths"])
+
+
+class FailuresOf:
+    """Raises whatever an optimizer raises as an OptimizerError that names the adapter.
+
+    An optimizer of one's own may raise anything. Errors of files and of memory pass as they are: they concern
+    the whole run.
+    """
+
+    def __init__(self, name: str, optimizer: Optimizer) -> None:
+        self._name, self._optimizer = name, optimizer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, OSError) or is_out_of_memory(error):
+            return
+        optimizer = self._optimizer
+        what = f"adapter {self._name!r}: its optimizer ({optimizer.config.optim}) failed in step"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise OptimizerError(f"{what} {optimizer.steps + 1}: {reason}") from error
 
 
 def put_adapter(

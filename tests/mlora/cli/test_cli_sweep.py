@@ -36,4 +36,4 @@ def test_commands(tiny_base: Path, tmp_path: Path, run: Any) -> None:
     shown = run("status", tmp_path / "run")
     assert shown.exit_code == 0
     assert "trial-7" in shown.output
-    assert run("sweep", path, "--overwrite").exit_code == 0
+    assert run("sweep", path, "--overwrite", "--set", "defaults.max_steps=1").exit_code == 0

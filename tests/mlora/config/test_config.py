@@ -29,6 +29,8 @@ def test_defaults_are_those_of_training_arguments() -> None:
         "early_stopping_threshold",
         "load_best_model_at_end",
     }
+    own |= {"objective", "early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end"}
+    own |= {"loraplus_lr_ratio", "loraplus_lr_embedding"}
     for name, field in TrainingFields.model_fields.items():
         if name not in own:
             default = theirs[name]

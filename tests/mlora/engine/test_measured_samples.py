@@ -70,7 +70,7 @@ def test_what_was_measured_of_small_ones_predicts_larger_ones(
 ) -> None:
     """There is room for sequences of 38 rows, and others have up to 300."""
     free(monkeypatch)
-    source = llama()
+    source = llama(num_hidden_layers=2)
     knees = DryStage(source, StageOptions(CPU, torch.float32)).knees
     with Engine(source, **more) as engine:
         models = [PeakModel(knees) for _ in range(engine.stages)]

@@ -210,6 +210,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run_at_its_last_checkpoint(
         ({"pipeline": {"stages": 2}}, "pipeline.stages: method: full has one stage"),
         ({"scheduler": {"memory_limit": "1GiB"}}, "scheduler.memory_limit: decides which adapters run"),
         ({"lora": {"r": 4}}, r"adapters\[0\].lora: method: full trains all weights; remove it"),
+        ({"optim": "sgd"}, r"adapters\[0\].optim: method: full trains with AdamW, got 'sgd'; remove it"),
+        ({"loraplus_lr_ratio": 2}, r"adapters\[0\].loraplus_lr_ratio: is a rate of lora_B"),
         (
             {"early_stopping_patience": 2},
             r"adapters\[0\].load_best_model_at_end: method: full keeps the",
@@ -220,7 +222,7 @@ def test_what_it_does_not_do_is_refused(
     base: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     data = full_data(base, tmp_path)
-    if changes.keys() & {"lora", "early_stopping_patience"}:
+    if changes.keys() & {"lora", "early_stopping_patience", "optim", "loraplus_lr_ratio"}:
         data["adapters"][0] |= changes
     else:
         data |= changes

@@ -18,7 +18,8 @@ from tests.mlora.equal_states import assert_equal
 from tests.mlora.offload.families import FAMILIES
 from tests.mlora.tiny_models import samples
 
-STEPS = 20
+QUICK_STEPS, STEPS = 6, 20
+"""From the third step on, all slots and files are used again."""
 SOME = {
     "llama": ["q_proj", "down_proj"],
     "qwen3, tied head": ["k_proj"],
@@ -35,21 +36,21 @@ def saved(family: str, folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def train(family: str, base: Path, offload: OffloadOptions, **how) -> list:
-    """Losses of 20 steps of two adapters, the last gradients, and the states at the end."""
+def train(family: str, base: Path, offload: OffloadOptions, steps: int, **how) -> list:
+    """Losses of all steps of two adapters, the last gradients, and the states at the end."""
     with Engine(base, seed=1, offload=offload, **how) as engine:
         loras = {
             "a": LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.1),
             "b": LoraConfig(r=5, target_modules=SOME[family]),
         }
         for name, lora in loras.items():
-            engine.create_adapter(name, lora, OptimConfig(learning_rate=1e-2, total_steps=STEPS))
+            engine.create_adapter(name, lora, OptimConfig(learning_rate=1e-2, total_steps=steps))
         found = []
-        for step in range(STEPS):
+        for step in range(steps):
             batch = {"a": samples(2, 9, seed=step), "b": samples(1, 14, seed=100 + step)}
             results = engine.forward_backward(batch)
             found.append([results[name].loss_sum for name in loras])
-            if step == STEPS - 1:
+            if step == steps - 1:
                 parameters = [mlora_ext.adapter_parameters(engine.model, name) for name in loras]
                 found.append(
                     [None if p.grad is None else p.grad.clone() for own in parameters for p in own.values()]
@@ -68,6 +69,7 @@ def train(family: str, base: Path, offload: OffloadOptions, **how) -> list:
 def test_losses_gradients_and_states_are_equal_to_the_bit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
     family: str,
     dtype: torch.dtype,
     saved_as: torch.dtype,
@@ -80,7 +82,8 @@ def test_losses_gradients_and_states_are_equal_to_the_bit(
     how = {"dtype": dtype, "stages": stages}
     place, activations = where.split("-")
     out = replace(ON_DISK, base=place, activations=activations)
-    in_memory, on_disk = (train(family, base, offload, **how) for offload in (OffloadOptions(), out))
+    steps = STEPS if request.node.get_closest_marker("nightly") else QUICK_STEPS
+    in_memory, on_disk = (train(family, base, offload, steps, **how) for offload in (OffloadOptions(), out))
     assert_equal(on_disk, in_memory)
 
 

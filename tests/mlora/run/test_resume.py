@@ -59,12 +59,19 @@ class Collector(Reporter):
         self.lines.append(line)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was not interrupted, trained once."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train(resolve_config(run_data(tiny_base, folder) | {"output_dir": "whole"}, folder=folder))
+    return folder / "whole"
+
+
 @pytest.fixture
-def whole(tiny_base: Path, tmp_path: Path) -> dict[str, Any]:
-    """A run that was not interrupted, in the folder `whole`; returns its config's data."""
-    data = run_data(tiny_base, tmp_path)
-    train(resolve_config(data | {"output_dir": "whole"}, folder=tmp_path))
-    return data
+def whole(undisturbed: Path, tiny_base: Path, tmp_path: Path) -> dict[str, Any]:
+    """A copy of a run that was not interrupted, in the folder `whole`; returns the data of its config."""
+    shutil.copytree(undisturbed, tmp_path / "whole")
+    return run_data(tiny_base, tmp_path)
 
 
 @pytest.mark.parametrize("after", [1, 4, 8, 13])
