@@ -1,7 +1,7 @@
 # make quickstart: set everything up and train four adapters together
 # make test:       set everything up, check style and types, run the tests
 # make nightly:    all families of models; the tests under other instruction sets, threads and orders
-# make trl:        tests with TRL's SFTTrainer, in an environment of their own beside .venv
+# make trl:        tests with TRL's trainers, in an environment of their own beside .venv
 # make soak:       long randomised runs; the log is kept in docs/soak.md
 PYTHON ?= python3
 BIN := .venv/bin
@@ -41,7 +41,7 @@ nightly: $(STAMP)
 # sees the packages of .venv, so that only TRL and what it needs besides is installed
 trl: $(STAMP)
 	$(PYTHON) .ci/make_trl_env.py .venv .venv-trl
-	.venv-trl/bin/python -m pytest tests/ext/test_trl.py -rs
+	.venv-trl/bin/python -m pytest tests/ext/test_trl.py tests/mlora/objectives/test_trl_preferences.py -rs
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
