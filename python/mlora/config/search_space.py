@@ -180,8 +180,8 @@ def with_params(fields: Mapping[str, Any], space: Space, params: Mapping[str, Pa
         *parents, last = space[path].keys
         node = filled
         for key in parents:
-            if not isinstance(node.get(key), dict):
-                node[key] = {}
+            if not isinstance(node.get(key), dict):  # an objective may be its name alone
+                node[key] = {"name": node[key]} if isinstance(node.get(key), str) else {}
             node = node[key]
         node[last] = space[path].value(param)
     return filled

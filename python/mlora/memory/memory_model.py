@@ -22,6 +22,9 @@ _ROWS = 1024.0  # unit of lengths; it makes all features about equally large
 class SilentRows(int):
     """Rows of a sequence that is run without gradient, such as a reference: nothing of it is kept."""
 
+    def __repr__(self) -> str:
+        return f"SilentRows({int(self)})"
+
 
 class BatchShape(NamedTuple):
     """The size of micro-batches, in rows.

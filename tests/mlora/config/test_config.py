@@ -22,15 +22,8 @@ def test_defaults_are_those_of_training_arguments() -> None:
     theirs = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     # ours where Transformers leaves the choice to the run, or has no such setting
     own = {"seed", "eval_dataset", "eval_exact_match", "max_length", "assistant_only_loss", "shuffle"}
-    own |= {
-        "init_samples",
-        "objective",
-        "early_stopping_patience",
-        "early_stopping_threshold",
-        "load_best_model_at_end",
-    }
     own |= {"objective", "early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end"}
-    own |= {"loraplus_lr_ratio", "loraplus_lr_embedding"}
+    own |= {"init_samples", "loraplus_lr_ratio", "loraplus_lr_embedding"}
     for name, field in TrainingFields.model_fields.items():
         if name not in own:
             default = theirs[name]

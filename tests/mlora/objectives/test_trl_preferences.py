@@ -1,4 +1,4 @@
-"""Preference objectives beside TRL's trainers. `make env` installs no TRL: `make trl` runs this.
+"""Preference objectives beside TRL's trainers. `make env` installs no TRL: `make peers` runs this.
 
 Adapters of one run against TRL's trainer of each alone: same initial weights, same data in the same order.
 """
@@ -16,12 +16,15 @@ import mlora
 import pytest
 import torch
 from mlora.config.config_file import resolve_config
+from mlora.data.dataset import load_dataset
+from mlora.data.preference import joined
 from mlora.files.run_folder import read_metrics
+from mlora.objectives.registry import objective_of, style_of
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytest.importorskip("trl", reason="TRL is not installed; `make trl` makes an environment with it")
+pytest.importorskip("trl", reason="TRL is not installed; `make peers` makes an environment with it")
 
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
@@ -257,3 +260,101 @@ def test_others_in_one_run_equal_their_trainers(initial: Path, tmp_path: Path, a
             kind, options, lines, initial, tmp_path / name, gradient_accumulation_steps=accumulation
         )
         told(name, check(run, name, found, initial))
+
+
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def spoken(text: str, role: str = "assistant") -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+LINES: dict[str, list[dict[str, Any]]] = {
+    "text": [*pairs(12), {"prompt": "a prompt that fills it all ", "chosen": "yes", "rejected": "no"}],
+    "shared start": [
+        {"chosen": x["prompt"] + x["chosen"], "rejected": x["prompt"] + x["rejected"]} for x in pairs(12, 2)
+    ],
+    "messages": [
+        {"prompt": [spoken(x["prompt"], "user")], "chosen": [spoken(x["chosen"])], "rejected": [spoken("no")]}
+        for x in pairs(12, 3)
+    ],
+    "shared messages": [
+        {
+            side: [spoken("be brief", "system"), spoken(x["prompt"], "user"), spoken(x[side])]
+            for side in ("chosen", "rejected")
+        }
+        for x in pairs(12, 4)
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ["dpo", "cpo", "orpo", "kto"])
+@pytest.mark.parametrize("lines", LINES)
+@pytest.mark.parametrize("begins", [False, True], ids=["plain", "bos"])
+def test_tokens_are_trls(name: str, lines: str, begins: bool, tmp_path: Path) -> None:
+    """Of texts and messages, with a prompt and without, cut to `max_length`."""
+    records = LINES[lines]
+    if name == "kto":
+        if "prompt" not in records[0]:
+            pytest.skip("unpaired lines have a prompt")
+        records = [
+            {"prompt": x["prompt"], "completion": x["chosen"], "label": place % 3 == 0}
+            for place, x in enumerate(records)
+        ]
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.chat_template = CHAT
+    if begins:
+        tokenizer.bos_token = "a"
+    most = {"messages": 46, "shared messages": 64}.get(lines, 24)
+    config, kind = TRAINERS[name]
+    args = config(
+        str(tmp_path),
+        max_length=most,
+        per_device_train_batch_size=BATCH,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+    )
+    model = AutoModelForCausalLM.from_pretrained(BASE)
+    trainer = kind(
+        model=model, args=args, train_dataset=Dataset.from_list(records), processing_class=tokenizer
+    )
+    write(tmp_path / "d.jsonl", records)
+    found = load_dataset(
+        "d",
+        tmp_path / "d.jsonl",
+        "unpaired" if name == "kto" else "preference",
+        max_length=most,
+        vocab_size=model.config.vocab_size,
+        tokenizer=tokenizer,
+        style=style_of(name),
+    ).samples
+    theirs = list(trainer.train_dataset)
+    if name in ("cpo", "orpo"):  # TRL keeps what has no completion left
+        theirs = [x for x in theirs if any(label != -100 for label in x["chosen_labels"][1:])]
+    assert len(found) == len(theirs) > 8
+    if name == "kto":
+        for start in range(0, len(found), BATCH):
+            batch = theirs[start : start + BATCH]
+            (made,) = joined("a", found[start : start + BATCH], objective_of("kto"))
+            expected = [
+                (x["prompt_ids"] + x[key])[:most]
+                for key in ("completion_ids", "KL_completion_ids")
+                for x in batch
+            ]
+            parts = [*made.sequences, *(part for owner, part in made.silent if owner == "a")]
+            assert [list(part.input_ids) for part in parts] == expected
+            assert list(made.facts) == [float(x["label"]) for x in batch]
+        return
+    for pair, line in zip(found, theirs, strict=True):
+        for side, part in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            if name == "dpo":
+                ids = line["prompt_ids"] + line[f"{side}_ids"]
+                labels = [-100] * len(line["prompt_ids"]) + line[f"{side}_ids"]
+            else:
+                ids, labels = line[f"{side}_input_ids"], line[f"{side}_labels"]
+            assert list(part.input_ids) == ids[:most]
+            assert list(part.labels) == labels[:most]

@@ -158,3 +158,24 @@ def test_full_tuning_with_pairs(tiny_base: Path, tmp_path: Path) -> None:
     assert mlora.train(resolve_config(data, folder=tmp_path)).status == "finished"
     losses = [r["loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
     assert losses[-1] < losses[0]
+
+
+def test_a_sweep_searches_an_option_of_the_objective(tiny_base: Path, tmp_path: Path) -> None:
+    data = preference_data(tiny_base, tmp_path)
+    shared = {key: value for key, value in data.pop("adapters")[0].items() if key != "name"}
+    sweep = {
+        "sampler": "grid",
+        "adapter": shared | {"objective": "dpo"},
+        "search": {
+            "objective": {"beta": {"choice": [0.1, 0.5]}, "loss_type": {"choice": ["sigmoid", "ipo"]}}
+        },
+    }
+    config = resolve_config(data | {"sweep": sweep}, folder=tmp_path)
+    assert config.sweep is not None
+    assert [sample["objective"] for sample in config.sweep.samples()] == [
+        {"name": "dpo", "beta": 0.1, "loss_type": "sigmoid"},
+        {"name": "dpo", "beta": 0.5, "loss_type": "ipo"},
+    ]
+    sweep["search"] = {"objective": {"bata": {"choice": [0.1]}}}
+    (line,) = faults(data | {"sweep": sweep}, tmp_path)
+    assert line == "config: sweep.search.objective.bata: unknown option of dpo; did you mean 'beta'?"
