@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-REQUIREMENTS = ["trl>=1.0", "bitsandbytes>=0.49", "torchao>=0.15"]
+REQUIREMENTS = ["trl>=1.0", "bitsandbytes==0.50.2", "torchao==0.18.0"]
 
 
 def main(base: Path, env: Path) -> None:

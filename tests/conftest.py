@@ -29,7 +29,7 @@ RUN_SETS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
 WATCHED = ("ATEN_", "CUDA_", "MASTER_", "MKL_", "MLORA_", "OMP_", "ONEDNN_", "TRITON_", "WORLD_")
 """How the names of variables begin that tests may set; libraries set others for themselves."""
 CHILD = Path(__file__).resolve().parent / "child"
-"""Its `sitecustomize` hides bitsandbytes from processes; they compute as this one does with `--cpu-isa`."""
+"""Its `sitecustomize` has processes compute as this one does with `--cpu-isa`."""
 AT_START = set(os.environ) - {"PYTEST_CURRENT_TEST"}
 
 
@@ -44,9 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(threads)
     # For the processes that tests start. With fewer cores than threads, MKL and then torch would use fewer.
     os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_DYNAMIC": "FALSE"}
-    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":  # not for xdist's workers
-        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD), *filter(None, inherited)])
     if config.getoption("cpu_isa"):
         use_cpu_isa(config.getoption("cpu_isa"))
 
@@ -75,6 +72,8 @@ def use_cpu_isa(name: str) -> None:
     """In this process and in those that tests start."""
     torch.ops.mlora_ext.use_cpu_isa(name)
     os.environ["MLORA_TESTS_KERNELS"] = f"{name} {torch.ops.mlora_ext.base_gemm(torch.float32)}"
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD), *([inherited] if inherited else [])])
 
 
 def shared_state() -> dict[str, object]:

@@ -1,10 +1,7 @@
-"""Python imports this first in the processes that tests start; tests/conftest.py puts it on their path.
+"""Python imports this first in the processes that tests start with `--cpu-isa`: they compute as pytest does.
 
-They do not see bitsandbytes, as after a plain install. Where it is there, PEFT imports it, which takes 1.4
-seconds of each process. A test whose processes need it sets `WITH_BITSANDBYTES` in their environment.
-
-With `--cpu-isa` they compute as pytest does: `VARIABLE` names the instruction set of our kernels and the
-library for frozen products, which each process would choose by a measurement.
+tests/conftest.py puts this folder on their path, and the names of the instruction set of our kernels and of
+the library for frozen products, which each process would choose by a measurement, into `VARIABLE`.
 """
 
 import os
@@ -12,7 +9,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-VARIABLE, WITH_BITSANDBYTES = "MLORA_TESTS_KERNELS", "MLORA_TESTS_BITSANDBYTES"
+VARIABLE = "MLORA_TESTS_KERNELS"
 
 
 class Operators:
@@ -38,7 +35,5 @@ class Operators:
         return found
 
 
-if WITH_BITSANDBYTES not in os.environ:
-    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
 if VARIABLE in os.environ:
     sys.meta_path.insert(0, Operators)

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes as bnb
 import pytest
 import torch
-import torchao.quantization as ao
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
@@ -23,11 +21,17 @@ from transformers import (
     TorchAoConfig,
 )
 
+pytest.importorskip("bitsandbytes", reason="`make peers` makes an environment with bitsandbytes and torchao")
+
+import bitsandbytes as bnb
+import torchao.quantization as ao
+
 import mlora_ext as mx
 from mlora_ext.frozen.linear import frozen_linear
 from mlora_ext.frozen.quantized import blocks
 from mlora_ext.frozen.quantized.torchao import stored_bytes
 
+pytestmark = pytest.mark.peers
 VOCABULARY = 61
 
 

@@ -22,6 +22,7 @@ from tests.mlora.tiny_models import samples
 from tests.mlora.tiny_run import save_base
 from tests.tolerances import STEADY_EPSILON, assert_same_up_to_rounding
 
+pytestmark = pytest.mark.peers
 STEPS, TOLERANCE = 25, 1e-4
 METHODS = {
     "bnb-nf4": {"double_quant": True},

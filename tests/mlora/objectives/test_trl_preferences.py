@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+pytestmark = pytest.mark.peers
 BASE = Path(__file__).resolve().parents[3] / "examples" / "tiny-base"
 STEPS = 25
 BATCH = 4

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from tests.mlora.seam_runs import train_and_resume
 from tests.mlora.tiny_run import losses, run_data, save_base, write_run
 
+pytestmark = pytest.mark.peers
 OTHERS = [("bnb-nf4", 1), ("torchao-int8", 1), ("bnb-int8", 2)]
 NF4 = {"method": "bnb-nf4", "double_quant": True}
 
