@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS
+from ..adapters.trained_parts import TRAINED_PARTS
 from .adapter_layer import AdapterLayer
 from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
 from .over_module import OverModule
 from .row_head import TrainedRowsLinear
+from .task_heads import TaskHeads
 from .trained_copies import TrainedCopies
 
 LAYER_KINDS: tuple[type[AdapterLayer], ...] = (
@@ -17,6 +18,7 @@ LAYER_KINDS: tuple[type[AdapterLayer], ...] = (
     MultiLoRAEmbedding,
     TrainedRowsLinear,
     TrainedCopies,
+    TaskHeads,
 )
 
 
@@ -29,10 +31,10 @@ def layer_kind(module: nn.Module, kind: str = "lora") -> type[AdapterLayer]:
     Raises:
         ValueError: adapters cannot be put on this module.
     """
-    if isinstance(module, OverModule):
+    if isinstance(module, OverModule) and not isinstance(module, TaskHeads):
         module = module.base
     for layer in LAYER_KINDS:
-        known = kind not in (TRAINED_COPY, TRAINED_ROWS) if layer.served is None else kind in layer.served
+        known = kind not in TRAINED_PARTS if layer.served is None else kind in layer.served
         if known and layer.serves(module):
             return layer
     raise ValueError(f"adapters cannot be put on a {type(module).__name__}")

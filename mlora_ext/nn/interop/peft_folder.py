@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from ...adapters.kind import LayerSpec
 from ...adapters.registry import parameter_names
-from ...adapters.trained_parts import TRAINED_COPY, with_task_heads
+from ...adapters.trained_parts import (
+    TASK_HEAD,
+    TASK_HEAD_WITH_BIAS,
+    TRAINED_COPY,
+    task_heads,
+    with_task_heads,
+)
 from ..adapter_weights import adapter_layers, check_weights, write_weights
 from ..add_remove import add_adapter, plan_adapter
 from ..routing.router import router_of
@@ -277,7 +283,27 @@ def read_config(path: Path) -> LoraConfig:
         raise ValueError(f"folder: {path / _CONFIG}: PEFT cannot read it: {error}") from error
     assert isinstance(config, LoraConfig)
     config.inference_mode = False  # PEFT writes True into every folder
+    labels = _labels_of(path, config)
+    if labels is not None:
+        config.__dict__["num_labels"] = labels
     return without_start(config)
+
+
+def _labels_of(path: Path, config: LoraConfig) -> int | None:
+    """Returns the number of labels of the head in a folder; None if its task has no linear head."""
+    from safetensors import SafetensorError, safe_open
+
+    if not task_heads(config) or not (path / _WEIGHTS).is_file():
+        return None
+    try:
+        with safe_open(path / _WEIGHTS, "pt") as file:
+            for head in task_heads(config):
+                key = f"{_PREFIX}{head}.weight"
+                if key in file.keys():  # noqa: SIM118  (a file, not a dict)
+                    return int(file.get_slice(key).get_shape()[0])
+    except SafetensorError:
+        return None  # told by whoever reads the weights
+    return None
 
 
 def _unpickled(path: Path) -> dict[str, Any]:
@@ -331,7 +357,8 @@ def _claimed(
     others: Mapping[str, Tensor],
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """Moves the tensors of modules of which the adapter trains copies from `others` to `layers`."""
-    copies = [key for key, spec in plan.items() if spec.kind == TRAINED_COPY]
+    whole = (TRAINED_COPY, TASK_HEAD, TASK_HEAD_WITH_BIAS)
+    copies = [key for key, spec in plan.items() if spec.kind in whole]
     rest = {}
     for key, tensor in others.items():
         own = key.removeprefix(_PREFIX)

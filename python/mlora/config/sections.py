@@ -29,11 +29,13 @@ class DatasetConfig(Strict):
     - ``messages``: every token of the conversation as the chat template writes it; with
       ``assistant_only_loss``, only tokens that the template marks as the assistant's.
     - ``sharegpt``: the same for ``conversations`` of ``from`` and ``value``.
+    - ``classification``: ``text`` or ``input_ids``, and ``label``, a number; or ``input_ids`` and ``labels``,
+      one number per token (-100 = none). For adapters with ``task_type`` SEQ_CLS or TOKEN_CLS.
     """
 
     name: str = Field(min_length=1)
     path: str = Field(min_length=1)
-    format: Literal["tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages"]
+    format: Literal["tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages", "classification"]
 
     @field_validator("path")
     @classmethod

@@ -82,7 +82,7 @@ def _finish(
             prompts += [record.prompt] if record.prompt else []
         else:
             found[f"are longer than max_length {max_length} and were cut"] += 1
-            sample = Sample(sample.input_ids[:max_length], sample.labels[:max_length])
+            sample = sample.cut(max_length)
         if max_positions is not None and len(sample.input_ids) > max_positions:
             raise RunError(
                 f"{path}:{line}: the sample has {len(sample.input_ids)} tokens, but the base model "

@@ -10,7 +10,7 @@ import copy
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from mlora.engine.stage_worker import StageWorker, put_adapter
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
+from mlora.model.task_heads import prepare_head
 from mlora.objectives.token_losses import chunk_rows
 from mlora.offload.base_bytes import BaseBytes, slot_bytes
 from mlora.optim.optim_config import OptimConfig
@@ -31,10 +32,11 @@ from mlora.optim.registry import optimizer_kind
 from mlora.pipeline.message import Message, MessageType
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
-from mlora_ext.adapters.kind import LayerSpec
-from mlora_ext.adapters.registry import adapter_kind
+from mlora_ext.adapters.kind import LayerSpec, ParameterSpec
+from mlora_ext.adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS
 from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
+from mlora_ext.nn.layer_kinds import layer_kind
 from mlora_ext.nn.targets import target_layers
 
 if TYPE_CHECKING:
@@ -90,12 +92,16 @@ class DryStage:
     def states(self, lora: LoraConfig, optim: OptimConfig) -> States:
         """Returns what an adapter takes on this stage besides its micro-batches."""
         specs = self._specs(lora)
-        shapes, pages = [], []
+        shapes: list[tuple[int, ...]] = []
+        pages: list[tuple[int, ...]] = []
         for name, spec in specs.items():
-            layer: Any = self._model.get_submodule(name)
-            parts = adapter_kind(spec.kind).parameters(spec.rank, layer.in_features, layer.out_features)
-            shapes += [part.shape for part in parts.values()]
-            pages += [(max(part.rows, PAGE_ROWS), part.width) for part in parts.values()]
+            layer = self._model.get_submodule(name)
+            for part in layer_kind(layer, spec.kind).shapes(layer, spec).values():
+                shapes.append(part.shape)
+                if isinstance(part, ParameterSpec):
+                    pages.append((max(part.rows, PAGE_ROWS), part.width))
+                else:
+                    pages.append(part.shape)
         kind = optimizer_kind(optim.optim)
         moments, update = kind.state_bytes(shapes), kind.step_bytes(shapes)
         ranks = tuple((name, spec.rank) for name, spec in sorted(specs.items()))
@@ -169,10 +175,11 @@ class DryStage:
         """Returns the layers on this stage that an adapter targets."""
         cut = self._cut(self._model)
         try:
+            prepare_head(self._model, lora)
             found = target_layers(self._model, _NAME, copy.deepcopy(lora))
         except ValueError as error:
             raise ValueError(str(error).removeprefix(f"adapter {_NAME!r}: ")) from error
-        return {name: spec for name, spec in found.items() if cut is None or cut.holds(f"{name}.weight")}
+        return {name: spec for name, spec in found.items() if cut is None or _holds(cut, name, spec)}
 
     def _kinds(self, model: PreTrainedModel) -> list[Hashable]:
         """Returns a key for each block of the stage; blocks with equal keys take equal memory."""
@@ -246,6 +253,7 @@ class DryStage:
         counts = [sum(lengths) - len(lengths) for lengths in shape.values()]
         trained = torch.zeros(sum(counts), dtype=torch.int32)
         targets = {"rows": trained, "targets": trained, "counts": counts, "scales": [1.0] * len(shape)}
+        targets["names"] = list(shape)
         content = {"number": 0, "train": True, "position": ALONE, "common": common, "targets": targets}
         if self._span is not None and not self._span.is_first:
             return Message(MessageType.FORWARD, {**content, "activations": [self._hidden(shape)]})
@@ -257,6 +265,13 @@ def dry_stages(source: Source, options: StageOptions, blocks: Sequence[int] | in
     """Returns a model's stages for dry runs; `blocks` of each stage, or the number of stages."""
     spans = spans_of(blocks, count_blocks(source)) if blocks != 1 else [None]
     return [DryStage(source, options, span) for span in spans]
+
+
+def _holds(cut: Cut, name: str, spec: LayerSpec) -> bool:
+    """Whether the stage holds an adapter's part on a layer; a head that the base lacks is on the last."""
+    if spec.kind in (TASK_HEAD, TASK_HEAD_WITH_BIAS):
+        return cut.span.is_last
+    return cut.holds(f"{name}.weight")
 
 
 def _held(cut: Cut, module: str) -> bool:

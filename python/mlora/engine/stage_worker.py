@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,9 @@ from mlora.data.packing import PackedRows
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
+from mlora.model.task_heads import label_adapters, prepare_head, refuse_halves
 from mlora.objectives.registry import objective_of
-from mlora.objectives.token_losses import Head, Owners, chunked_losses, plain_losses
+from mlora.objectives.token_losses import Head, Owners, chunked_losses, losses_of_own_heads, plain_losses
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.offload.planner.workload import Update as UpdateKind
 from mlora.optim.optim_config import OptimConfig
@@ -27,7 +29,7 @@ from mlora.pipeline import Hooks
 from mlora.pipeline.trace import Trace
 from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.adapter_weights import write_weights, written_marks
-from mlora_ext.nn.interop.peft_folder import adapter_state
+from mlora_ext.nn.interop.peft_folder import adapter_state, read_config
 from mlora_ext.nn.routing.router import router_of
 
 if TYPE_CHECKING:
@@ -177,9 +179,7 @@ class StageWorker(Hooks, nn.Module):
         weights: Mapping[str, Mapping[str, Tensor]] | None,
     ) -> None:
         """Creates here an adapter that the first stage has created."""
-        from peft import LoraConfig
-
-        put_adapter(self.base.model, name, LoraConfig(**lora), None, seed)
+        put_adapter(self.base.model, name, lora_of(lora), None, seed)
         self.own(name, OptimConfig(**optim))
         if weights is not None:
             write_weights(self.base.model, name, weights)
@@ -283,8 +283,8 @@ class StageWorker(Hooks, nn.Module):
 
         Args:
             output: the last stage's, `[T, D]`; the logits `[T, V]` if an adapter targets the head.
-            targets: `rows` and `targets` `[M]` int32; trained rows (`counts`) and factor (`scales`) of each
-                owner; `objectives` and `lengths` if there are others than cross-entropy. `targets` of None
+            targets: `rows` and `targets` `[M]` int32; `names`, trained rows (`counts`) and factor
+                (`scales`) of each owner; `objectives` and `lengths` if there are others than cross-entropy. `targets` of None
                 asks for the most likely next token of each row.
 
         Returns:
@@ -295,18 +295,29 @@ class StageWorker(Hooks, nn.Module):
         head = self._frozen_head()
         rows, tokens = targets["rows"].to(output.device, torch.int64), targets["targets"]
         found: Any
+        own = self.base.own_heads(targets.get("names", ()))
         if tokens is None:
-            logits = self._logits(output.index_select(0, rows))
-            total, found = logits.new_zeros(()), logits.argmax(-1)
+            picked = output.index_select(0, rows).split(targets["counts"])
+            parts = zip(targets["names"], picked, strict=True)
+            logits = [own[name](part) if name in own else self._logits(part) for name, part in parts]
+            total, found = output.new_zeros(()), torch.cat([each.argmax(-1) for each in logits])
         else:
             names, tokens = targets.get("objectives"), tokens.to(output.device, torch.int64)
             objectives = None if names is None else [objective_of(name) for name in names]
             owners = Owners(targets["counts"], targets["scales"], objectives, targets.get("lengths", ()))
-            if head is not None:
+            if own:
+                assert head is not None
+                labels = label_adapters(self.base.model)
+                heads = [own.get(name, head) for name in targets["names"]]
+                classifies = [name in labels for name in targets["names"]]
+                losses = losses_of_own_heads(output, heads, rows, tokens, owners, classifies)
+            elif head is not None:
                 losses = chunked_losses(output, head, rows, tokens, owners)
             else:
                 losses = plain_losses(self._logits(output.index_select(0, rows)), tokens, owners)
             total, found = losses.total, {"losses": losses.sums, "metrics": list(losses.metrics)}
+            if losses.right is not None:
+                found["right"] = losses.right
         self._next_phase()
         return total, found
 
@@ -320,8 +331,10 @@ def put_adapter(
     weights and dropout. Raises ValueError if the config is not supported, targets match nothing, or the
     folder does not fit.
     """
+    prepare_head(model, lora if lora is not None else read_config(Path(str(init_from))))
     if lora is not None:
         mlora_ext.add_adapter(model, name, lora, seed=seed)
+        refuse_halves(model, name)
     if init_from is not None:
         try:
             mlora_ext.load_adapter(model, name, init_from, seed=seed)
@@ -339,4 +352,14 @@ def plain_lora(config: LoraConfig) -> dict[str, Any]:
         key: sorted(value) if isinstance(value, set) else value
         for key, value in values.items()
         if value != getattr(default, key, None)
-    }
+    } | {key: config.__dict__[key] for key in ("num_labels",) if key in config.__dict__}
+
+
+def lora_of(values: Mapping[str, Any]) -> LoraConfig:
+    """Makes a LoraConfig again of what `plain_lora` returned."""
+    from peft import LoraConfig
+
+    config = LoraConfig(**{key: value for key, value in values.items() if key != "num_labels"})
+    if "num_labels" in values:
+        config.__dict__["num_labels"] = values["num_labels"]
+    return config
