@@ -12,6 +12,9 @@ TRAINED_COPY = "trained_copy"
 """Kind of an adapter on a module of which it trains a copy (`modules_to_save`)."""
 TRAINED_ROWS = "trained_rows"
 """Kind of an adapter on an embedding of which it trains some rows (`trainable_token_indices`)."""
+TASK_HEAD, TASK_HEAD_WITH_BIAS = "task_head", "task_head_with_bias"
+"""Kinds of an adapter that has a head which the base model lacks."""
+TRAINED_PARTS = (TRAINED_COPY, TRAINED_ROWS, TASK_HEAD, TASK_HEAD_WITH_BIAS)
 _HEADS = {
     "SEQ_CLS": ("classifier", "score"),
     "TOKEN_CLS": ("classifier", "score"),
@@ -21,7 +24,12 @@ _HEADS = {
 
 def task_heads(config: LoraConfig) -> tuple[str, ...]:
     """Returns the names of heads that PEFT trains for a config's `task_type`."""
-    return _HEADS.get(str(getattr(config.task_type, "value", config.task_type)), ())
+    return _HEADS.get(task_of(config), ())
+
+
+def task_of(config: LoraConfig) -> str:
+    """Returns a config's `task_type` as plain text."""
+    return str(getattr(config.task_type, "value", config.task_type))
 
 
 def with_task_heads(config: LoraConfig) -> LoraConfig:

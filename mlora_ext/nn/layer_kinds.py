@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS
+from ..adapters.trained_parts import TRAINED_PARTS
 from .adapter_layer import AdapterLayer
 from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
@@ -12,6 +12,7 @@ from .over_module import OverModule
 from .parameters.experts import MultiLoRAExperts
 from .parameters.matrix import MultiLoRAMatrix
 from .row_head import TrainedRowsLinear
+from .task_heads import TaskHeads
 from .trained_copies import TrainedCopies
 
 LAYER_KINDS: tuple[type[AdapterLayer], ...] = (
@@ -20,6 +21,7 @@ LAYER_KINDS: tuple[type[AdapterLayer], ...] = (
     MultiLoRAEmbedding,
     TrainedRowsLinear,
     TrainedCopies,
+    TaskHeads,
     MultiLoRAMatrix,
 )
 
@@ -33,10 +35,10 @@ def layer_kind(module: nn.Module, kind: str = "lora") -> type[AdapterLayer]:
     Raises:
         ValueError: adapters cannot be put on this module.
     """
-    if isinstance(module, OverModule):
+    if isinstance(module, OverModule) and not isinstance(module, TaskHeads):
         module = module.base
     for layer in LAYER_KINDS:
-        known = kind not in (TRAINED_COPY, TRAINED_ROWS) if layer.served is None else kind in layer.served
+        known = kind not in TRAINED_PARTS if layer.served is None else kind in layer.served
         if known and layer.serves(module):
             return layer
     raise ValueError(f"adapters cannot be put on a {type(module).__name__}")

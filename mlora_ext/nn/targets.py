@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..adapters.kind import LayerSpec
 from ..adapters.registry import kind_for
-from ..adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS, with_task_heads
+from ..adapters.trained_parts import TRAINED_PARTS, with_task_heads
 from .adapter_layer import AdapterLayer
 from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
@@ -67,7 +67,7 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
 
 def low_rank(layers: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
     """Returns those of an adapter's layers that `target_modules` names."""
-    return {key: one for key, one in layers.items() if one.kind not in (TRAINED_COPY, TRAINED_ROWS)}
+    return {key: one for key, one in layers.items() if one.kind not in TRAINED_PARTS}
 
 
 def _refuse_both(name: str, key: str, targeted: bool) -> None:

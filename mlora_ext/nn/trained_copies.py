@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -49,11 +49,12 @@ class Copies(nn.Module):
 class TrainedCopies(OverModule):
     """Sends the rows of each adapter through its own copy, and all other rows through the base's module.
 
-    A copy starts with the base's weights and keeps their dtype, as in PEFT. Its keys in PEFT's files are the
-    module's own, such as `score.weight`.
+    A copy starts with the base's weights. Beside a half-precision base it is kept and computed in fp32, as
+    adapters are (PEFT keeps the base's dtype). Its keys in PEFT's files are the module's own, such as
+    `score.weight`.
     """
 
-    served = (TRAINED_COPY,)
+    served: tuple[str, ...] | None = (TRAINED_COPY,)
 
     def __init__(self, base: nn.Module, **rest: Any) -> None:
         super().__init__(base, **rest)
@@ -83,7 +84,7 @@ class TrainedCopies(OverModule):
         return {part: TensorSpec(tuple(parameter.shape)) for part, parameter in own}
 
     def put(self, name: str, config: Any, spec: LayerSpec, seed: int) -> None:
-        own = copy.deepcopy(self.base).requires_grad_(not config.inference_mode)
+        own = copy.deepcopy(self.base).to(self.adapter_dtype).requires_grad_(not config.inference_mode)
         self.modules_to_save.put(name, own)
         self.specs[name] = spec
 
@@ -128,7 +129,7 @@ class TrainedCopies(OverModule):
         groups = row_groups(active, place, batch, lead)
         modules = [*(self.modules_to_save.of(name) for name in active.names), self.base]
         if groups.order is None:
-            return modules[groups.owners[0]](x, *args, **kwargs)
+            return self._call(modules[groups.owners[0]], x, args, kwargs)
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
         if any(value.shape[: len(lead)] != lead for value in tensors.values()):
@@ -140,7 +141,7 @@ class TrainedCopies(OverModule):
         def compute(owner: int, own: Sequence[Tensor]) -> Tensor:
             mine = given | dict(zip(tensors, own[1:], strict=True))
             positional = [mine[i] for i in range(len(args))]
-            y = modules[owner](own[0], *positional, **{key: mine[key] for key in kwargs})
+            y = self._call(modules[owner], own[0], positional, {key: mine[key] for key in kwargs})
             if not isinstance(y, Tensor):
                 raise ValueError(
                     f"layer {self.name}: modules_to_save: a {type(self.base).__name__} that returns a "
@@ -149,6 +150,16 @@ class TrainedCopies(OverModule):
             return y
 
         return by_adapter(groups, [x, *tensors.values()], lead, compute)
+
+    def _call(self, module: nn.Module, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a copy in its own dtype; the result has the base's."""
+        casts = module is not self.base and x.is_floating_point() and x.dtype != self.adapter_dtype
+        if not casts or torch.is_autocast_enabled(x.device.type):
+            y = module(x, *args, **kwargs)
+        else:
+            y = module(x.to(self.adapter_dtype), *args, **kwargs)
+        half = isinstance(y, Tensor) and module is not self.base and self.adapter_dtype != self.frozen.dtype
+        return y.to(self.frozen.dtype) if half else y
 
 
 def why_not_copied(module: nn.Module) -> str | None:

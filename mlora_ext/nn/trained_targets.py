@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..adapters.kind import LayerSpec
-from ..adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS, task_heads
+from ..adapters.trained_parts import (
+    TASK_HEAD,
+    TASK_HEAD_WITH_BIAS,
+    TRAINED_COPY,
+    TRAINED_ROWS,
+    task_heads,
+    task_of,
+)
 from .layer_kinds import layer_kind
 from .over_module import plain_module
+from .task_heads import TaskHeads
 from .trained_copies import why_not_copied
 
 if TYPE_CHECKING:
@@ -47,6 +55,9 @@ def _copies(name: str, config: LoraConfig, modules: Mapping[str, nn.Module]) -> 
     for key, module in modules.items():
         if any(key.startswith(f"{other}.") for other in found) or not key.endswith(tuple(wanted)):
             continue
+        if isinstance(module, TaskHeads):
+            found[key] = _head(name, config)
+            continue
         reason = why_not_copied(module)
         if reason is not None:
             raise ValueError(
@@ -56,6 +67,15 @@ def _copies(name: str, config: LoraConfig, modules: Mapping[str, nn.Module]) -> 
         found[key] = LayerSpec(0, 1.0, 0.0, TRAINED_COPY)
     _refuse_unmatched(name, config, wanted, list(found), modules)
     return found
+
+
+def _head(name: str, config: LoraConfig) -> LayerSpec:
+    """Returns the spec of a head that the base lacks; the config has `num_labels` beside PEFT's fields."""
+    labels = getattr(config, "num_labels", None)
+    if labels is None:
+        raise ValueError(f"adapter {name!r}: task_type={task_of(config)!r} needs num_labels")
+    kind = TASK_HEAD_WITH_BIAS if task_of(config) == "TOKEN_CLS" else TASK_HEAD
+    return LayerSpec(int(labels), 1.0, 0.0, kind)
 
 
 def _refuse_unmatched(
@@ -73,7 +93,7 @@ def _refuse_unmatched(
         near = difflib.get_close_matches(one, short, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"adapter {name!r}: modules_to_save: {one!r} matches nothing in the model{hint}")
-    task = str(getattr(config.task_type, "value", config.task_type))
+    task = task_of(config)
     if heads and not any(key.endswith(heads) for key in found):
         raise ValueError(
             f"adapter {name!r}: task_type={task!r} trains a head named {' or '.join(heads)}, and the model "

@@ -17,7 +17,11 @@ from torch import Tensor, nn
 
 from ...adapters.kind import LayerSpec, one_by_one
 from ...adapters.registry import kind_for, parameters_by_key
-from ...adapters.trained_parts import TRAINED_COPY, with_task_heads
+from ...adapters.trained_parts import (
+    TRAINED_COPY,
+    task_heads,
+    with_task_heads,
+)
 from ..adapter_weights import adapter_layers, check_weights, peft_keys, write_weights
 from ..add_remove import add_adapter, plan_adapter
 from ..routing.router import router_of
@@ -296,7 +300,27 @@ def read_config(path: Path) -> LoraConfig:
     assert isinstance(config, LoraConfig)
     config.inference_mode = False  # PEFT writes True into every folder
     refuse_changed_base(f"folder: {path}", config)
+    labels = _labels_of(path, config)
+    if labels is not None:
+        config.__dict__["num_labels"] = labels
     return without_start(config)
+
+
+def _labels_of(path: Path, config: LoraConfig) -> int | None:
+    """Returns the number of labels of the head in a folder; None if its task has no linear head."""
+    from safetensors import SafetensorError, safe_open
+
+    if not task_heads(config) or not (path / _WEIGHTS).is_file():
+        return None
+    try:
+        with safe_open(path / _WEIGHTS, "pt") as file:
+            for head in task_heads(config):
+                key = f"{_PREFIX}{head}.weight"
+                if key in file.keys():  # noqa: SIM118  (a file, not a dict)
+                    return int(file.get_slice(key).get_shape()[0])
+    except SafetensorError:
+        return None  # told by whoever reads the weights
+    return None
 
 
 def _unpickled(path: Path) -> dict[str, Any]:

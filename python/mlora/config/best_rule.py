@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-METRICS = {"eval_loss": "loss", "eval_exact_match": "exact_match (needs eval_exact_match: true)"}
+METRICS = {
+    "eval_loss": "loss",
+    "eval_accuracy": "accuracy (of a classifier)",
+    "eval_exact_match": "exact_match (needs eval_exact_match: true)",
+}
 FIELDS = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -141,7 +142,9 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     from mlora_ext.nn.targets import is_linear, target_layers
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
-    layers = target_layers(model, name, lora)
+    plain = copy.deepcopy(lora)  # without its task: a causal model has no head for it
+    plain.task_type, plain.modules_to_save, plain.trainable_token_indices = None, None, None
+    layers = target_layers(model, name, plain)
     lines = []
     if lora.target_modules is not None and not isinstance(lora.target_modules, str):
         known = list(dict.fromkeys(key.rpartition(".")[2] for key, m in modules.items() if is_linear(m)))

@@ -153,6 +153,7 @@ class AdapterConfig(TrainingFields):
     dataset: str
     lora: LoraBlock | None = None
     init_from: ResolvedPath | None = None
+    num_labels: int | None = Field(default=None, ge=2, le=MOST)
     priority: int = Field(default=0, ge=-MOST, le=MOST)
 
     @property

@@ -39,12 +39,22 @@ class DatasetConfig(Strict):
     - ``preference``: ``chosen`` and ``rejected`` after ``prompt``, all text or all messages, for the
       objectives that take pairs. Without ``prompt``, the start that both share is the prompt.
     - ``unpaired``: ``completion`` after ``prompt``, and ``label``: whether the completion is desirable.
+    - ``classification``: ``text`` or ``input_ids``, and ``label``, a number; or ``input_ids`` and ``labels``,
+      one number per token (-100 = none). For adapters with ``task_type`` SEQ_CLS or TOKEN_CLS.
     """
 
     name: str = Field(min_length=1)
     path: str = Field(min_length=1)
     format: Literal[
-        "tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages", "preference", "unpaired"
+        "tokens",
+        "text",
+        "prompt_completion",
+        "alpaca",
+        "sharegpt",
+        "messages",
+        "preference",
+        "unpaired",
+        "classification",
     ]
 
     @field_validator("path")

@@ -11,6 +11,7 @@ from mlora.data.preference_formats import preference, unpaired
 from mlora.data.record import (
     NOT_TRAINED,
     FormatError,
+    LabelledSample,
     Prompt,
     Record,
     Sample,
@@ -55,6 +56,8 @@ def parser_of(
     """
     if format == "tokens":
         return _tokens
+    if format == "classification":
+        return lambda fields: _classified(fields, tokenizer)
     if tokenizer is None:
         raise FormatError("the base model has no tokenizer; use a dataset of format tokens")
     if format in ("messages", "sharegpt"):
@@ -79,6 +82,24 @@ def _tokens(fields: dict[str, Any]) -> Record:
     if len(labels) != len(ids):
         raise FormatError(f"'labels' has {len(labels)} entries, but 'input_ids' has {len(ids)}")
     return Record(Sample(ids, labels))
+
+
+def _classified(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Record:
+    if "text" in fields:
+        if tokenizer is None:
+            raise FormatError("the base model has no tokenizer; give input_ids in place of text")
+        ids = tuple(tokenizer(text_of_key(fields, "text"))["input_ids"])
+    else:
+        ids = ids_of_key(fields, "input_ids")
+    if "labels" in fields:
+        labels = ids_of_key(fields, "labels")
+        if len(labels) != len(ids) or "text" in fields:
+            raise FormatError(f"'labels' has {len(labels)} entries; it needs one for each of 'input_ids'")
+        return Record(LabelledSample(ids, labels))
+    label = fields.get("label")
+    if type(label) is not int:
+        raise FormatError(f"'label' must be a whole number, got {label!r}")
+    return Record(LabelledSample(ids, (*[NOT_TRAINED] * (len(ids) - 1), label)))
 
 
 def _plain_text(tokenizer: PreTrainedTokenizerBase) -> Parser:

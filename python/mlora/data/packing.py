@@ -98,6 +98,13 @@ class PackedBatch:
             found.append(own)
         return found
 
+    def rows_of_owners(self) -> list[int]:
+        """Returns how many of `rows` each owner has."""
+        ends = torch.tensor(self.lengths).cumsum(0)
+        counts = torch.searchsorted(self.rows, ends.to(self.rows.dtype)).diff(prepend=torch.zeros(1).long())
+        found: list[int] = counts.tolist()
+        return found
+
     def description(self) -> dict[str, Sequence[Any]]:
         """Returns plain arguments for `PackedRows.of`."""
         return {
@@ -138,8 +145,7 @@ def pack(
             for sequence in sample.sequences:
                 _check(name, index, sequence, vocab_size)
                 ids += sequence.input_ids
-                labels += sequence.labels[1:]
-                labels.append(NOT_TRAINED)
+                labels += sequence.row_targets
                 sequences.append(len(sequence.input_ids))
         lengths.append(len(ids) - begin)
         tokens[name] = lengths[-1] - labels[begin:].count(NOT_TRAINED)
@@ -208,7 +214,10 @@ def _check(name: str, index: int, sample: Sample, vocab_size: int | None) -> Non
         raise ValueError(f"{where}: expected {len(sample.input_ids)} labels, got {len(sample.labels)}")
     if vocab_size is None:
         return
-    for what, values, smallest in (("id", sample.input_ids, 0), ("label", sample.labels, NOT_TRAINED)):
+    labels = () if sample.is_labelled else sample.labels
+    for what, values, smallest in (("id", sample.input_ids, 0), ("label", labels, NOT_TRAINED)):
+        if not values:
+            continue
         low, high = min(values), max(values)
         if low < smallest or high >= vocab_size or (what == "label" and NOT_TRAINED < low < 0):
             wrong = high if high >= vocab_size else low

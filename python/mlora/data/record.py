@@ -34,12 +34,6 @@ class Sample:
         """The sequences of the line that it was read from: itself."""
         return (self,)
 
-    def cut(self, max_length: int) -> Sample:
-        """Returns its first ``max_length`` tokens."""
-        if len(self.input_ids) <= max_length:
-            return self
-        return Sample(self.input_ids[:max_length], self.labels[:max_length])
-
     @property
     def silent(self) -> tuple[tuple[str, Sample], ...]:
         """Owners and sequences that are run without gradient for its loss: none."""
@@ -56,6 +50,16 @@ class Sample:
         return 1
 
     @property
+    def is_labelled(self) -> bool:
+        """Whether `labels` are labels of the tokens themselves, for a head of the adapter's own."""
+        return False
+
+    @property
+    def row_targets(self) -> tuple[int, ...]:
+        """What is to be predicted from each token; -100 = nothing."""
+        return (*self.labels[1:], NOT_TRAINED)
+
+    @property
     def rows(self) -> int:
         """Rows of all its sequences."""
         return len(self.input_ids)
@@ -63,7 +67,34 @@ class Sample:
     @property
     def trained_tokens(self) -> int:
         """The number of tokens that enter the loss."""
-        return sum(label != NOT_TRAINED for label in self.labels[1:])
+        return sum(label != NOT_TRAINED for label in self.row_targets)
+
+    def cut(self, length: int) -> Sample:
+        """Returns its first ``length`` tokens."""
+        if len(self.input_ids) <= length:
+            return self
+        return Sample(self.input_ids[:length], self.labels[:length])
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledSample(Sample):
+    """One sequence whose tokens have labels; of a sequence with one label, the last token has it."""
+
+    @property
+    def is_labelled(self) -> bool:
+        return True
+
+    @property
+    def row_targets(self) -> tuple[int, ...]:
+        return self.labels
+
+    def cut(self, length: int) -> LabelledSample:
+        """Returns its first tokens; the label of the whole sequence goes to the new last token."""
+        if len(self.input_ids) <= length:
+            return self
+        alone = len(self.labels) > length and all(label == NOT_TRAINED for label in self.labels[:-1])
+        labels = self.labels[:length]
+        return LabelledSample(self.input_ids[:length], (*labels[:-1], self.labels[-1]) if alone else labels)
 
 
 def sequence_lengths(samples: Iterable[Any]) -> list[int]:
@@ -171,7 +202,7 @@ def _check_part(sample: Sample, vocab_size: int) -> None:
     for value in sample.input_ids:
         if not 0 <= value < vocab_size:
             raise FormatError(f"token id {value} is outside the base model's vocabulary of {vocab_size}")
-    for value in sample.labels:
+    for value in () if sample.is_labelled else sample.labels:
         if value != NOT_TRAINED and not 0 <= value < vocab_size:
             raise FormatError(
                 f"label {value} is outside the base model's vocabulary of {vocab_size} "

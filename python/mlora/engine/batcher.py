@@ -384,7 +384,8 @@ class Batcher:
         targets: dict[str, Any] = {
             "rows": batch.rows,
             "targets": batch.targets,
-            "counts": [batch.tokens[name] for name in batch.names],
+            "names": list(batch.names),
+            "counts": batch.rows_of_owners(),
             "scales": [1.0 if n == BASE else self._states[n].scaler.scale for n in batch.names],
         }
         specs = [CROSS_ENTROPY if n == BASE else self._states[n].objective_spec for n in batch.names]
@@ -418,7 +419,9 @@ class Batcher:
         if result.notes:
             self.memory_after = [note["used_memory"] for note in result.notes]
         report = result.report
-        metrics = report.get("metrics") or [{}] * len(batch.names)
+        metrics = report.get("metrics") or [{} for _ in batch.names]
+        right = report["right"].tolist() if "right" in report else [-1.0] * len(batch.names)
+        metrics = [m if n < 0 else {**m, "accuracy": n} for m, n in zip(metrics, right, strict=True)]
         found = {}
         for name, loss, own in zip(batch.names, report["losses"].tolist(), metrics, strict=True):
             units = batch.units.get(name, batch.tokens[name])

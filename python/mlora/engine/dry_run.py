@@ -27,6 +27,7 @@ from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.model.quantization import prepare_skeleton, quantizer_of
 from mlora.model.quantized_shapes import ShapedWeight, put_shapes, shapes_of_model, shapes_of_skeleton
+from mlora.model.task_heads import prepare_head
 from mlora.objectives.custom import CustomLoss
 from mlora.objectives.token_losses import chunk_rows
 from mlora.offload.base_bytes import BaseBytes, slot_bytes
@@ -38,6 +39,7 @@ from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
 from mlora_ext.adapters.kind import LayerSpec, ParameterSpec, TensorSpec, one_by_one
 from mlora_ext.adapters.registry import adapter_kind
+from mlora_ext.adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS
 from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
 from mlora_ext.nn.layer_kinds import layer_kind
@@ -182,10 +184,11 @@ class DryStage:
         """Returns the layers on this stage that an adapter targets."""
         cut = self._cut(self._model)
         try:
+            prepare_head(self._model, lora)
             found = target_layers(self._model, _NAME, copy.deepcopy(lora))
         except ValueError as error:
             raise ValueError(str(error).removeprefix(f"adapter {_NAME!r}: ")) from error
-        return {name: spec for name, spec in found.items() if cut is None or cut.holds(f"{name}.weight")}
+        return {name: spec for name, spec in found.items() if cut is None or _holds(cut, name, spec)}
 
     def _kinds(self, model: PreTrainedModel) -> list[Hashable]:
         """Returns a key for each block of the stage; blocks with equal keys take equal memory."""
@@ -261,7 +264,7 @@ class DryStage:
         """
         live, silent = _live(shape), [n for own in shape.values() for n in own if isinstance(n, SilentRows)]
         counts = [sum(lengths) - len(lengths) for lengths in live.values()]
-        targets = {**_trained(counts), "counts": counts, "scales": [1.0] * len(live)}
+        targets = {**_trained(counts), "counts": counts, "scales": [1.0] * len(live), "names": list(live)}
         steps = [0] * len(live)
         common = {"rows": _rows(live), "steps": steps, "updates": {}, "ends": [], "measure": 0}
         inputs, hidden = {"input_ids": self._ids(live)}, [self._hidden(live)]
@@ -306,6 +309,13 @@ def dry_stages(source: Source, options: StageOptions, blocks: Sequence[int] | in
     """Returns a model's stages for dry runs; `blocks` of each stage, or the number of stages."""
     spans = spans_of(blocks, count_blocks(source)) if blocks != 1 else [None]
     return [DryStage(source, options, span) for span in spans]
+
+
+def _holds(cut: Cut, name: str, spec: LayerSpec) -> bool:
+    """Whether the stage holds an adapter's part on a layer; a head that the base lacks is on the last."""
+    if spec.kind in (TASK_HEAD, TASK_HEAD_WITH_BIAS):
+        return cut.span.is_last
+    return cut.holds(f"{name}.weight")
 
 
 def _held(cut: Cut, module: str) -> bool:

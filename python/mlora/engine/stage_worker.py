@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from mlora.errors import first_line
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
+from mlora.model.task_heads import label_adapters, prepare_head, refuse_halves
 from mlora.objectives.objective import Objective
 from mlora.objectives.registry import objective_of
 from mlora.objectives.token_losses import (
@@ -27,6 +29,7 @@ from mlora.objectives.token_losses import (
     TokenLosses,
     chunked_losses,
     log_probabilities,
+    losses_of_own_heads,
     plain_losses,
 )
 from mlora.offload.options import IN_MEMORY, OffloadOptions
@@ -39,7 +42,7 @@ from mlora.pipeline import Hooks
 from mlora.pipeline.trace import Trace
 from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.adapter_weights import scalings, write_weights, written_marks
-from mlora_ext.nn.interop.peft_folder import adapter_state
+from mlora_ext.nn.interop.peft_folder import adapter_state, read_config
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.start.statistics import Statistics, statistics_of
 
@@ -198,9 +201,7 @@ class StageWorker(Hooks, nn.Module):
         weights: Mapping[str, Mapping[str, Tensor]] | None,
     ) -> None:
         """Creates here an adapter that the first stage has created."""
-        from peft import LoraConfig
-
-        put_adapter(self.base.model, name, LoraConfig(**lora), None, seed)
+        put_adapter(self.base.model, name, lora_of(lora), None, seed)
         self.own(name, OptimConfig(**optim))
         if weights is not None:
             write_weights(self.base.model, name, weights)
@@ -382,17 +383,30 @@ class StageWorker(Hooks, nn.Module):
         rows, tokens = targets["rows"].to(output.device, torch.int64), targets["targets"]
         found: Any
         if tokens is None:
-            logits = self._logits(output.index_select(0, rows))
-            total, found = logits.new_zeros(()), logits.argmax(-1)
+            own = self.base.own_heads(targets["names"])
+            picked = output.index_select(0, rows).split(targets["counts"])
+            parts = zip(targets["names"], picked, strict=True)
+            logits = [own[name](part) if name in own else self._logits(part) for name, part in parts]
+            total, found = output.new_zeros(()), torch.cat([each.argmax(-1) for each in logits])
         else:
             tokens = tokens.to(output.device, torch.int64)
-            losses = self._token_losses(output, rows, tokens, self._owners(targets, quiet))
+            owners = self._owners(targets, quiet)
+            losses = self._token_losses(output, rows, tokens, owners, targets.get("names", ()))
             total, found = losses.total, {"losses": losses.sums, "metrics": list(losses.metrics)}
+            if losses.right is not None:
+                found["right"] = losses.right
         self._next_phase()
         return total, found
 
-    def _token_losses(self, output: Tensor, rows: Tensor, tokens: Tensor, owners: Owners) -> TokenLosses:
-        head = self._frozen_head()
+    def _token_losses(
+        self, output: Tensor, rows: Tensor, tokens: Tensor, owners: Owners, names: Sequence[str]
+    ) -> TokenLosses:
+        head, own = self._frozen_head(), self.base.own_heads(names)
+        if own:
+            assert head is not None
+            heads, labels = [own.get(name, head) for name in names], label_adapters(self.base.model)
+            classifies = [name in labels for name in names]
+            return losses_of_own_heads(output, heads, rows, tokens, owners, classifies)
         if head is not None:
             return chunked_losses(output, head, rows, tokens, owners)
         return plain_losses(self._logits(output.index_select(0, rows)), tokens, owners)
@@ -461,8 +475,10 @@ def put_adapter(
     weights and dropout. Raises ValueError if the config is not supported, targets match nothing, or the
     folder does not fit.
     """
+    prepare_head(model, lora if lora is not None else read_config(Path(str(init_from))))
     if lora is not None:
         mlora_ext.add_adapter(model, name, lora, seed=seed)
+        refuse_halves(model, name)
     if init_from is not None:
         try:
             mlora_ext.load_adapter(model, name, init_from, seed=seed)
@@ -473,13 +489,24 @@ def put_adapter(
 
 
 def plain_lora(config: LoraConfig) -> dict[str, Any]:
-    """Returns a LoraConfig's values that are not defaults; `LoraConfig(**values)` makes it again."""
+    """Returns a LoraConfig's values that are not defaults; `lora_of` makes it again."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
     default = type(config)()
-    return {key: _plain(value) for key, value in values.items() if value != getattr(default, key, None)}
+    found = {key: _plain(value) for key, value in values.items() if value != getattr(default, key, None)}
+    return found | {key: config.__dict__[key] for key in ("num_labels",) if key in config.__dict__}
 
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     return sorted(value) if isinstance(value, set) else value
+
+
+def lora_of(values: Mapping[str, Any]) -> LoraConfig:
+    """Makes a LoraConfig again of what `plain_lora` returned."""
+    from peft import LoraConfig
+
+    config = LoraConfig(**{key: value for key, value in values.items() if key != "num_labels"})
+    if "num_labels" in values:
+        config.__dict__["num_labels"] = values["num_labels"]
+    return config

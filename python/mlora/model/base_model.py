@@ -14,7 +14,8 @@ import mlora_ext
 from mlora.model.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
 from mlora.model.cut import Cut, Span, find_blocks
 from mlora.model.pretrained import stop_noise
-from mlora.objectives.token_losses import Head, LogitRule
+from mlora.model.task_heads import own_heads
+from mlora.objectives.token_losses import Head, LogitRule, Scorer
 from mlora.offload.base_bytes import BaseBytes
 from mlora_ext.frozen.packed import PackedWeight, packs
 from mlora_ext.frozen.plain import PlainWeight
@@ -22,6 +23,7 @@ from mlora_ext.frozen.quantized.torchao import stored_bytes
 from mlora_ext.frozen.weight import FrozenWeight
 from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 from mlora_ext.nn.bank import AdapterBank, AdapterSlot
+from mlora_ext.nn.over_module import OverModule
 
 if TYPE_CHECKING:
     from mlora.offload.activations import Activations
@@ -135,11 +137,17 @@ class BaseModel:
         A head that all adapters have left counts as frozen again: earlier adapters do not change results.
         """
         head = self.head
+        if isinstance(head, OverModule):
+            head = head.base
         if isinstance(head, MultiLoRALinear):
             return None if head.specs or head.fan_in_fan_out else Head(head.frozen, head.bias, self.rule)
         if type(head) is not nn.Linear:
             return None
         return Head(self.head_weight or PlainWeight(head), head.bias, self.rule)
+
+    def own_heads(self, names: Sequence[str]) -> dict[str, Scorer]:
+        """Returns what makes logits, by name, for those adapters that train a head; last stage only."""
+        return {} if not self.is_last else own_heads(self.model, self.head, self.rule, names)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the model's logits `[..., V]` for the head's input `[..., D]`; last stage only."""

@@ -5,7 +5,7 @@ Shapes: T packed rows, M of them trained, D hidden size, V vocabulary, N owners 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from mlora.objectives.objective import LogProbs, Metric, Objective
 from mlora_ext.frozen.weight import FrozenWeight
@@ -87,6 +88,13 @@ class Owners:
     reads: Sequence[Sequence[int]] = ()
     silent: Sequence[Tensor] = ()
 
+    def one(self, index: int) -> Owners:
+        """Returns one of the owners alone."""
+        own = slice(index, index + 1)
+        objectives = None if self.objectives is None else self.objectives[own]
+        more = self.lengths[own], self.facts[own], self.reads[own], self.silent
+        return Owners(self.counts[own], self.scales[own], objectives, *more)
+
     def log_probs(self, log_p: Tensor) -> list[LogProbs]:
         """Returns what each owner's objective is given; `log_p` `[M]` is of all owners."""
         found = []
@@ -107,11 +115,13 @@ class TokenLosses:
         total: the scalar to differentiate.
         sums: `[N]` fp64, the loss of each owner.
         metrics: of each owner, if there are objectives: by name a total, and what divides it, None = units.
+        right: `[N]` fp64, right answers of owners whose targets are labels; -1 for others.
     """
 
     total: Tensor
     sums: Tensor
     metrics: Sequence[MetricSums] = field(default_factory=list)
+    right: Tensor | None = None
 
 
 def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, owners: Owners) -> TokenLosses:
@@ -146,6 +156,68 @@ def log_probabilities(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor)
     with torch.no_grad():
         losses, _ = _ChunkedLosses.apply(hidden, head, rows, targets, None, False)
     return losses.neg()
+
+
+Scorer = Callable[[Tensor], Tensor]
+"""Returns the logits `[M, V]` of rows `[M, D]` by a trained head; differentiable in both."""
+
+
+def losses_of_own_heads(
+    hidden: Tensor,
+    heads: Sequence[Head | Scorer],
+    rows: Tensor,
+    targets: Tensor,
+    owners: Owners,
+    classifies: Sequence[bool],
+) -> TokenLosses:
+    """Returns losses as `chunked_losses` does, where some owners have trained heads of their own.
+
+    The logits of a trained head are made chunk by chunk, and again in backward.
+
+    Args:
+        heads: of each owner.
+        classifies: whether an owner's targets are labels: then its right answers are counted.
+    """
+    total, begin = hidden.new_zeros((), dtype=torch.float32), 0
+    sums, right = [], []
+    metrics: list[MetricSums] = []
+    for i, count in enumerate(owners.counts):
+        own = hidden.index_select(0, rows[begin : begin + count])
+        wanted = targets[begin : begin + count]
+        begin += count
+        alone, head = owners.one(i), heads[i]
+        if isinstance(head, Head):
+            found = chunked_losses(own, head, torch.arange(count, device=own.device), wanted, alone)
+        else:
+            found = _losses_of_own_head(own, head, wanted, alone, classifies[i])
+        total = total + found.total
+        sums.append(found.sums)
+        right.append(found.sums.new_full((1,), -1.0) if found.right is None else found.right)
+        metrics += found.metrics or [{}]
+    return TokenLosses(total, torch.cat(sums), metrics, torch.cat(right))
+
+
+def _losses_of_own_head(
+    hidden: Tensor, head: Scorer, targets: Tensor, owner: Owners, classifies: bool
+) -> TokenLosses:
+    def chunk(own: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        logits = head(own).float()
+        right = (logits.detach().argmax(-1) == wanted).sum()
+        return F.cross_entropy(logits, wanted, reduction="none"), right
+
+    size = chunk_rows(hidden.device, 1 << 14)
+    parts = [
+        checkpoint(chunk, own, wanted, use_reentrant=False, preserve_rng_state=False)
+        for own, wanted in zip(hidden.split(size), targets.split(size), strict=True)
+    ]
+    losses = torch.cat([part for part, _ in parts])
+    if classifies:
+        right = torch.stack([right for _, right in parts]).sum().double().view(1)
+        sums = sums_by_owner(losses.detach(), owner.counts)
+        return TokenLosses(losses.sum() * owner.scales[0], sums, right=right)
+    if owner.objectives is not None:
+        return TokenLosses(*_by_objective(-losses, owner))
+    return TokenLosses(losses.sum() * owner.scales[0], sums_by_owner(losses.detach(), owner.counts))
 
 
 def plain_losses(logits: Tensor, targets: Tensor, owners: Owners) -> TokenLosses:

@@ -303,6 +303,8 @@ class TrainingLoop:
             entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": found.loss_sum / found.units}
             if task.name in exact:
                 entry["eval_exact_match"] = exact[task.name]
+            if "accuracy" in found.metrics:
+                entry["eval_accuracy"] = found.mean_metrics()["accuracy"]
             task.progress.evaluations.append(entry)
             record = {"adapter": task.name, **entry, "eval_tokens": found.tokens}
             record |= {f"eval_{name}": value for name, value in found.mean_metrics().items()}

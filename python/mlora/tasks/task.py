@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlora.config.lora_fields import build_lora
@@ -20,7 +21,9 @@ from mlora.model.base_info import BaseInfo
 from mlora.objectives.objective import Objective
 from mlora.objectives.registry import Style, objective_of, style_of
 from mlora.optim.optim_config import OptimConfig
+from mlora.tasks.classifiers import check_classifier, has_text
 from mlora.tasks.init_from import check_init_from
+from mlora_ext.nn.interop.peft_folder import read_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -186,9 +189,21 @@ class TaskBuilder:
                 lora = build_lora(adapter.lora or {})
             except ValueError as error:
                 raise RunError(f"lora: {first_line(error)}") from error
+        if lora is not None and adapter.num_labels is not None:
+            lora.__dict__["num_labels"] = adapter.num_labels
+        read = lora
+        if adapter.init_from is not None:
+            try:
+                read = read_config(Path(adapter.init_from))
+            except ValueError as error:
+                raise RunError(f"init_from: {first_line(error)}") from error
         known = self._datasets | {dataset.name: dataset for dataset in datasets}
         data = self._load(known[adapter.dataset], adapter)
         eval_data = self._load(known[adapter.eval_dataset], adapter) if adapter.eval_dataset else None
+        if self._config.method == "lora" and read is not None:
+            names = [adapter.dataset, *([adapter.eval_dataset] if adapter.eval_dataset else [])]
+            formats = [known[name].format for name in names]
+            check_classifier(adapter, read, formats, [data, *([eval_data] if eval_data else [])])
         if adapter.eval_exact_match and eval_data is not None:
             _check_prompts(adapter, eval_data)
         plan = self._plan(adapter, data)
@@ -236,12 +251,17 @@ class TaskBuilder:
                 max_length=adapter.max_length,
                 vocab_size=self._base.vocab_size,
                 max_positions=self._base.max_positions,
-                tokenizer=None if dataset.format == "tokens" else self._base.tokenizer(),
+                tokenizer=None if _needs_none(dataset) else self._base.tokenizer(),
                 assistant_only_loss=adapter.assistant_only_loss,
                 style=style,
             )
             self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
         return self._loaded[key]
+
+
+def _needs_none(dataset: DatasetConfig) -> bool:
+    """Whether a dataset holds token ids."""
+    return dataset.format == "tokens" or (dataset.format == "classification" and not has_text(dataset.path))
 
 
 def _check_prompts(adapter: AdapterConfig, data: Dataset) -> None:

@@ -1,0 +1,144 @@
+"""Heads that adapters train on a causal model: their own `lm_head`, or a classifier that the base lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mlora.objectives.token_losses import LogitRule, Scorer
+from mlora_ext.adapters.trained_parts import task_heads, task_of
+from mlora_ext.nn.adapter_weights import adapter_layers
+from mlora_ext.nn.linear import MultiLoRALinear
+from mlora_ext.nn.routing.router import router_of
+from mlora_ext.nn.row_head import TrainedRowsLinear
+from mlora_ext.nn.task_heads import TaskHeads
+from mlora_ext.nn.trained_copies import TrainedCopies
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+_SERVED = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification"}
+
+
+def prepare_head(model: nn.Module, lora: LoraConfig) -> None:
+    """Gives a converted causal model the place for an adapter's head, if the adapter's task has one.
+
+    Raises ValueError if the model type's own class for the task has no linear head on the same body.
+    """
+    if not task_heads(lora):
+        return
+    task = task_of(lora)
+    if task not in _SERVED:
+        raise ValueError(f"task_type={task} cannot be trained in a run yet; use SEQ_CLS or TOKEN_CLS")
+    names = model.__dict__.setdefault("mlora_task_heads", {})
+    if task not in names:
+        names[task] = head_name(model.config, task)
+    name = names[task]
+    if isinstance(getattr(model, name, None), TaskHeads):
+        return
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if isinstance(head, MultiLoRALinear) and head.specs:
+        raise ValueError(
+            f"task_type={task}: cannot be trained beside adapters with lm_head in target_modules "
+            f"({', '.join(head.specs)}); give them modules_to_save: [lm_head], or a run of their own"
+        )
+    std = float(getattr(config, "initializer_range", 0.02))
+    heads = TaskHeads(head, int(config.hidden_size), std, router=router_of(model), name=name)
+    model.add_module(name, heads)
+
+
+def head_name(config: Any, task: str) -> str:
+    """Returns the name of the head in the model type's class for a task; ValueError if it is not linear."""
+    import transformers
+
+    auto: Any = getattr(transformers, _SERVED[task])
+    causal: Any = transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            classifier, base = auto.from_config(config), causal.from_config(config)
+    except ValueError as error:
+        raise ValueError(f"task_type={task}: {config.model_type} has no {_SERVED[task]}") from error
+    names = [n for n in ("score", "classifier") if isinstance(getattr(classifier, n, None), nn.Linear)]
+    bias = {"SEQ_CLS": False, "TOKEN_CLS": True}[task]
+    same = {key for key, _ in classifier.base_model.named_parameters()} == {
+        key for key, _ in base.base_model.named_parameters()
+    }
+    fits = names and same and classifier.base_model_prefix == base.base_model_prefix
+    if not fits or (getattr(classifier, names[0]).bias is not None) is not bias:
+        raise ValueError(
+            f"task_type={task}: the head of {type(classifier).__name__} is not one linear layer on the body "
+            f"of {type(base).__name__}; it cannot be trained in a run"
+        )
+    return names[0]
+
+
+def refuse_halves(model: nn.Module, name: str) -> None:
+    """Removes an adapter and raises ValueError if stages would share its trained rows."""
+    from mlora_ext.nn.add_remove import remove_adapter
+
+    for key, layer in adapter_layers(model, name).items():
+        tied = layer.specs[name].tied_to
+        if not tied:
+            continue
+        source: Any = model.get_submodule(tied)
+        if (source.frozen.device.type == "meta") is not (layer.frozen.device.type == "meta"):
+            remove_adapter(model, name)
+            raise ValueError(
+                f"adapter {name!r}: trainable_token_indices: {key} is tied to {tied}, and they are on "
+                "different stages; use one stage"
+            )
+
+
+def own_heads(model: nn.Module, head: nn.Module, rule: LogitRule, names: Sequence[str]) -> dict[str, Scorer]:
+    """Returns what makes an adapter's logits, by name, for the adapters that train a head.
+
+    Args:
+        head: the model's output head.
+        rule: the model's computation on its output.
+    """
+    found: dict[str, Scorer] = {}
+    for name in names:
+        for layer in _classifiers(model):
+            if name in layer.specs:
+                found[name] = _Plain(layer.modules_to_save.of(name))
+        if name in found or not isinstance(head, TrainedCopies | TrainedRowsLinear) or name not in head.specs:
+            continue
+        found[name] = _Ruled(head, name, rule)
+    return found
+
+
+def label_adapters(model: nn.Module) -> set[str]:
+    """Returns the names of the adapters whose heads predict labels, not tokens."""
+    return {name for layer in _classifiers(model) for name in layer.specs}
+
+
+def _classifiers(model: nn.Module) -> list[TaskHeads]:
+    return [layer for layer in model.children() if isinstance(layer, TaskHeads)]
+
+
+class _Plain:
+    """A linear head in its own dtype."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.head = head
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        logits: Tensor = self.head(rows.to(next(self.head.parameters()).dtype))
+        return logits
+
+
+class _Ruled:
+    """An adapter's own output head."""
+
+    def __init__(self, head: TrainedCopies | TrainedRowsLinear, name: str, rule: LogitRule) -> None:
+        self.head, self.name, self.rule = head, name, rule
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        head = self.head
+        if isinstance(head, TrainedCopies):
+            return self.rule.apply(_Plain(head.modules_to_save.of(self.name))(rows))
+        return self.rule.apply(head.with_rows(self.name, rows, head.base(rows)))
