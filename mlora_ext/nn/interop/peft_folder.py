@@ -179,8 +179,8 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
         plan = plan_adapter(model, name, read_config(path))
         weights, others = _read_weights(path)
         _check_others(model, path, others)
-        _check_scaling(model, name, plan)
         _check_start(model, name)
+        _check_scaling(model, name, plan)
     write_weights(model, name, weights)
 
 
