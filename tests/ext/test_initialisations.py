@@ -130,6 +130,8 @@ def test_folders_are_plain_lora_of_twice_the_rank(
         assert_same_up_to_rounding(loaded(input_ids=ids).logits, expected, "logits of what was loaded")
         merged = mx.merge_and_unload(model, "own")(input_ids=ids).logits
         assert_same_up_to_rounding(merged, expected, "merged logits")
+    with pytest.raises(ValueError, match=f"adapter 'own': began with init_lora_weights='{how}', and folders"):
+        mx.load_adapter(model, "own", tmp_path)
 
 
 def gradients(model: nn.Module, names: list[str], ids: Tensor) -> dict[str, Tensor]:

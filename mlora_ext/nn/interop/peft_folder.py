@@ -191,6 +191,7 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
         plan = plan_adapter(model, name, read_config(path))
         weights, others = _read_weights(model, plan, path)
         _check_others(model, path, others)
+        _check_start(model, name)
         _check_scaling(model, name, plan)
     write_weights(model, name, weights)
 
@@ -229,6 +230,18 @@ def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -
                 f"folder's has {spec.scaling:g}; load the folder under another name, or add the adapter with "
                 "the folder's lora_alpha, r and use_rslora"
             )
+
+
+def _check_start(model: nn.Module, name: str) -> None:
+    """Raises ValueError for an adapter with a base of its own: no folder holds its two halves."""
+    how = router_of(model).adapters[name].config.init_lora_weights
+    if any(
+        adapter_kind(layer.specs[name].kind).has_own_base for layer in adapter_layers(model, name).values()
+    ):
+        raise ValueError(
+            f"adapter {name!r}: began with init_lora_weights={how!r}, and folders hold plain LoRA; load the "
+            "folder under another name"
+        )
 
 
 def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor]) -> None:
