@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import mlora_ext as mx
+from mlora_ext.nn.adapter_weights import adapter_layers
 
 VOCABULARY = 61
 NAMES = ["a", "b", "__base__", "a"]
@@ -84,12 +85,21 @@ def copy_weights(source: nn.Module, model: nn.Module, names: Mapping[str, object
         for key, value in source.named_parameters()
         if "lora_" in key
     }
-    mine = {key: p for name in names for key, p in mx.adapter_parameters(model, name).items()}
+    mine = {key: p for name in names for key, p in by_peft_key(model, name).items()}
     assert set(mine) == set(state)
     with torch.no_grad():
         for key, parameter in mine.items():
             assert parameter.shape == state[key].shape, key
             parameter.copy_(state[key])
+
+
+def by_peft_key(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
+    """An adapter's Parameters by the names that PEFT's model has for them, without its prefix."""
+    return {
+        f"{key}.{own.removesuffix('.weight')}.{name}.weight": layer.parameters_of(name)[part]
+        for key, layer in adapter_layers(model, name).items()
+        for part, own in layer.peft_keys(layer.specs[name]).items()
+    }
 
 
 def token_ids(batch: int, length: int) -> torch.Tensor:

@@ -161,7 +161,12 @@ def test_half_precision(family: str) -> None:
 
 def test_generate_goes_on_with_each_prompts_adapter() -> None:
     model, ids = converted("mixtral").eval(), tokens()
-    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    options = {
+        "max_new_tokens": 4,
+        "min_new_tokens": 4,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+    }
     found = model.generate(input_ids=ids, adapter_names=NAMES, **options)
     for name in ("experts", "all", "down"):
         rows = rows_of(name)

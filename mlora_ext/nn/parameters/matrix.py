@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from ...frozen.linear import frozen_linear
 from ...frozen.plain import PlainWeight
@@ -57,8 +57,8 @@ class MultiLoRAMatrix(ParameterLayer):
         parameter = self._parameter()
         weight = self._parameters[parameter]
         assert weight is not None
-        adapted = AdaptedMatrix.of(weight.detach(), f"{self.name}.{parameter}", self._product)
-        return functional_call(self.original, {parameter: adapted}, args, kwargs)
+        with MatrixInUse(weight, f"{self.name}.{parameter}", self._product):
+            return self.original(*args, **kwargs)
 
     def _parameter(self) -> str:
         """Returns the only parameter that adapters sit on; targets that name another one are refused."""
@@ -107,42 +107,36 @@ class OwnMatrix(PlainWeight):
         return weight
 
 
-class AdaptedMatrix(Tensor):
-    """Stands for a matrix while a module's forward runs: `F.linear` with it calls a function instead."""
+class MatrixInUse(TorchFunctionMode):
+    """While a module's forward runs, turns `F.linear` with its matrix into another function.
 
-    product: Callable[[Tensor, Tensor], Tensor]
-    named: str
+    Args:
+        matrix: `[O, D]`, a parameter of the module.
+        named: for messages.
+        product: returns `[..., O]` for x `[..., D]` and the matrix, which may be cast.
+    """
 
-    @classmethod
-    def of(cls, matrix: Tensor, named: str, product: Callable[[Tensor, Tensor], Tensor]) -> AdaptedMatrix:
-        """Makes one.
+    def __init__(self, matrix: Tensor, named: str, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._casts, self._named, self._product = [matrix], named, product
 
-        Args:
-            matrix: `[O, D]`, not a subclass.
-            named: for messages.
-            product: returns `[..., O]` for x `[..., D]` and the matrix, which may be cast.
-        """
-        adapted = matrix.as_subclass(cls)
-        adapted.product, adapted.named = product, named
-        return adapted
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if function is F.linear and isinstance(args[1] if len(args) > 1 else None, cls):
-                x, matrix, *bias = args
-                y = matrix.product(x, matrix.as_subclass(Tensor))
-                added = bias[0] if bias else kwargs.get("bias")
-                return y if added is None else y + added
-            if function in _CASTS and isinstance(args[0], cls):
-                plain = function(args[0].as_subclass(Tensor), *args[1:], **kwargs)
-                return cls.of(plain, args[0].named, args[0].product)
-            if getattr(function, "__name__", "") in ("__get__", "dim", "size"):
-                return function(*args, **kwargs)
-        matrix = next(one for one in (*args, *kwargs.values()) if isinstance(one, cls))
+        used = [one for one in (*args, *kwargs.values()) if any(one is other for other in self._casts)]
+        if not used:
+            return function(*args, **kwargs)
+        if function is F.linear and len(args) > 1 and args[1] is used[0]:
+            x, matrix, *bias = args
+            y, added = self._product(x, matrix), bias[0] if bias else kwargs.get("bias")
+            return y if added is None else y + added
+        if function in _CASTS:
+            self._casts.append(function(*args, **kwargs))
+            return self._casts[-1]
         name = getattr(function, "__name__", str(function))
-        raise ValueError(
-            f"layer {matrix.named}: adapters can be put on a matrix that its module only uses in "
-            f"torch.nn.functional.linear, but the module calls {name} on it; remove it from target_parameters"
-        )
+        if name not in ("__get__", "dim", "size"):
+            raise ValueError(
+                f"layer {self._named}: adapters can be put on a matrix that its module only uses in "
+                f"torch.nn.functional.linear, but the module calls {name} on it; remove it from "
+                "target_parameters"
+            )
+        return function(*args, **kwargs)

@@ -18,6 +18,7 @@ from mlora.offload.saved_tensors import SavedTensors, is_in_backward
 from mlora.offload.stream import BlockStream
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.nn import MultiLoRALinear
+from mlora_ext.nn.adapter_layer import AdapterLayer
 
 
 def largest_list(model: nn.Module) -> str:
@@ -41,7 +42,7 @@ def weights_to_stream(block: nn.Module, trained: Collection[nn.Parameter]) -> di
 
     Others, and those in converted layers, belong to an optimizer in memory.
     """
-    converted = {id(p) for m in block.modules() if isinstance(m, MultiLoRALinear) for p in m.parameters()}
+    converted = {id(p) for m in block.modules() if isinstance(m, AdapterLayer) for p in m.parameters()}
     of_optimizer = {id(p) for p in trained}
     return {
         name: p

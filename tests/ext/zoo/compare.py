@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import copy_weights, peft_model
+from models import by_peft_key, copy_weights, peft_model
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
@@ -176,7 +176,7 @@ def _compare(
             assert_same_up_to_rounding(got[row].detach(), theirs[row][index].detach(), what, TOLERANCE)
     if training:
         _loss(mine, range(len(names))).backward()
-        wanted = {key: p for name in RANKS for key, p in mx.adapter_parameters(ours, name).items()}
+        wanted = {key: p for name in RANKS for key, p in by_peft_key(ours, name).items()}
         peft_by_key = {key: peft.get_parameter(f"base_model.model.{key}") for key in wanted}
         _assert_gradients(_gradients(wanted), _gradients(peft_by_key))
 

@@ -100,25 +100,17 @@ FAMILIES = [
     *_families("other", "", "patchtst patchtsmixer time_series_transformer decision_transformer"),
 ]
 
-EXPERTS = "PEFT puts it on parameters of the model's experts"
 UNROUTED = "do not target this layer"
 REFUSED = {
-    "deepseek_v3": EXPERTS,
     "falcon_h1": "Mamba's kernels",
     "falcon_mamba": "Mamba's kernels",
-    "glm4_moe": EXPERTS,
     "llama4_text": "router is a Llama4Router",
     "mamba": "Mamba's kernels",
     "mamba2": "Mamba's kernels",
-    "minimax": EXPERTS,
-    "mixtral": EXPERTS,
-    "olmoe": EXPERTS,
     "paligemma": "nn.MultiheadAttention reads its weight",
     "phimoe": "router is a PhimoeTopKRouter",
     "qwen2_5_vl": UNROUTED,
     "qwen2_vl": UNROUTED,
-    "qwen3_moe": EXPERTS,
-    "qwen3_next": EXPERTS,
     "sew-d": UNROUTED,
     "siglip": "nn.MultiheadAttention reads its weight",
     "switch_transformers": UNROUTED,

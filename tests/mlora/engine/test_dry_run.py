@@ -17,6 +17,8 @@ from peft import LoraConfig
 from tiny_models import FAMILIES, make
 from transformers import PreTrainedModel
 
+from tests.mixtures import mixture
+
 
 @pytest.fixture(autouse=True)
 def dry_runs_once() -> None:
@@ -69,6 +71,21 @@ def test_with_dora_and_lora_bias() -> None:
     """Beside plain LoRA, also with dropout, for which DoRA has a second base product."""
     shapes = [{"b": [20, 31], "dora": [40], "bias": [9]}]
     assert_measured_alike(llama(num_hidden_layers=2), ["b", "dora", "bias"], shapes)
+
+
+def test_with_adapters_on_experts_and_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows go depends on numbers, which a dry run has not; what a row takes does not."""
+    experts = {"r": 3, "target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}
+    monkeypatch.setitem(LORAS, "experts", experts)
+    monkeypatch.setitem(LORAS, "all", {"r": 2, "target_modules": "all-linear"})
+    shape = {"vocab_size": 500, "hidden_size": 64, "num_local_experts": 8, "num_hidden_layers": 6}
+    shapes = [{"experts": [70, 31], "b": [40], "all": [9]}, {"b": [20, 20]}]
+    assert_measured_alike(mixture("mixtral", **shape), ("experts", "b", "all"), shapes, exact=False)
+    stage = DryStage(mixture("mixtral", **shape), StageOptions(CPU, torch.float32))
+    states = stage.states(LoraConfig(**experts), OPTIM)
+    own = 6 * 4 * 3 * (8 * (64 + 2 * 48) + 8 * (48 + 64) + 64 + 64)
+    assert states.gradients == own
+    assert states.moments == 2 * own
 
 
 def test_what_torch_cannot_fake_is_refused() -> None:
