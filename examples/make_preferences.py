@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 DATA = Path(__file__).parent / "data"
-LINES, HELD_OUT = 120, 40
+LINES, HELD_OUT = 120, 16
 
 
 def wrong(prompt: str, answer: str, rng: random.Random) -> str:

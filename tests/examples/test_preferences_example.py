@@ -12,11 +12,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_five_objectives_in_one_run(tmp_path: Path) -> None:
-    changes = ["defaults.max_steps=3", "defaults.eval_steps=3", "defaults.per_device_train_batch_size=2"]
+    changes = ["defaults.max_steps=2", "defaults.eval_steps=2", "defaults.per_device_train_batch_size=2"]
     config = load_config(EXAMPLES / "preferences.yaml", [*changes, f"output_dir={tmp_path / 'run'}"])
     assert mlora.train(config).status == "finished"
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    steps = {line["adapter"]: line for line in lines if line.get("step") == 3 and "loss" in line}
+    steps = {line["adapter"]: line for line in lines if line.get("step") == 2 and "loss" in line}
     assert set(steps) == {"dpo", "ipo", "orpo", "kto", "plain"}
     assert "rewards/margins" in steps["dpo"]
     assert "log_odds_ratio" in steps["orpo"]

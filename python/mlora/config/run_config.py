@@ -38,10 +38,9 @@ from mlora.config.strict import (
     wrong_keys,
 )
 from mlora.config.sweep_config import SweepConfig
-from mlora.objectives.options import BASE_ROWS
+from mlora.objectives.options import BASE_ROWS, ObjectiveError
 from mlora.objectives.registry import (
     CROSS_ENTROPY,
-    ObjectiveError,
     name_of,
     reads_mismatched,
     reference_of,

@@ -32,7 +32,8 @@ from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton
 from mlora.objectives.objective import Objective
-from mlora.objectives.registry import CROSS_ENTROPY, ObjectiveError, objective_of, resolved
+from mlora.objectives.options import ObjectiveError
+from mlora.objectives.registry import CROSS_ENTROPY, objective_of, resolved
 from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import IN_MEMORY, OffloadOptions

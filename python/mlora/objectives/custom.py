@@ -10,7 +10,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
-from mlora.objectives.registry import ObjectiveError, Takes
+from mlora.objectives.options import ObjectiveError, Takes
 
 LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 _OWN = ("takes", "reference", "trains_prompts")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlora.objectives.registry import Takes
+from mlora.objectives.options import Takes
 
 Metric = Tensor | float | tuple[Tensor | float, float]
 

@@ -9,6 +9,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 BASE_ROWS = "__base__"  # the owner of rows without an adapter
 
 
+Takes = Literal["sequences", "pairs", "judged"]
+"""What samples an objective takes: single sequences, preference pairs, or completions judged good or bad."""
+
+
+class ObjectiveError(ValueError):
+    """An objective is unknown, or an option of it is wrong; `loc` is the option's path from the objective."""
+
+    def __init__(self, message: str, loc: tuple[str, ...] = ()) -> None:
+        super().__init__(f"{'.'.join(('objective', *loc))}: {message}")
+        self.loc, self.message = loc, message
+
+
 class Options(BaseModel):
     """Options of an objective: a frozen model that refuses unknown keys, and true and false as numbers."""
 

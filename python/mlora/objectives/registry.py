@@ -18,28 +18,19 @@ from mlora.objectives.options import (
     CpoOptions,
     DpoOptions,
     KtoOptions,
+    ObjectiveError,
     Options,
     OrpoOptions,
     SimpoOptions,
+    Takes,
 )
 
 if TYPE_CHECKING:
     from mlora.objectives.objective import Objective
 
 CROSS_ENTROPY = "cross_entropy"
-Takes = Literal["sequences", "pairs", "judged"]
-"""What samples an objective takes: single sequences, preference pairs, or completions judged good or bad."""
-
 Style = Literal["dpo", "cpo"]
 """How preference data is tokenised: as TRL's ``DPOTrainer``, or as its ``CPOTrainer``."""
-
-
-class ObjectiveError(ValueError):
-    """An objective is unknown, or an option of it is wrong; `loc` is the option's path from the objective."""
-
-    def __init__(self, message: str, loc: tuple[str, ...] = ()) -> None:
-        super().__init__(f"{'.'.join(('objective', *loc))}: {message}")
-        self.loc, self.message = loc, message
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "datasets.0.format",
             "csv",
-            "one of 'tokens', 'text', 'prompt_completion', 'alpaca', 'sharegpt' or 'messages', got 'csv'",
+            "'sharegpt', 'messages', 'preference' or 'unpaired', got 'csv'",
         ),
         (
             "defaults.assistant_only_loss",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import mlora.engine.stage_worker
@@ -10,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mlora.data.preference import Judged, Pair, joined
-from mlora.data.record import Sample
+from mlora.data.record import Sample, sequence_lengths
+from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
+from mlora.engine.stage_group import StageOptions, spans_of
 from mlora.objectives.custom import CustomLoss
 from mlora.objectives.objective import LogProbs
 from mlora.objectives.registry import objective_of
@@ -126,10 +129,10 @@ def test_alone_is_together_and_in_pieces_and_over_stages() -> None:
     """Also with dropout, whose masks count the adapter's own rows with gradient only."""
     lora = LORA | {"lora_dropout": 0.3}
 
-    def trained(names: Any, **more: Any) -> dict[str, list[float]]:
+    def trained(names: Any, steps: int = 2, **more: Any) -> dict[str, list[float]]:
         engine = engine_of(names, lora=lora, model=make("llama"), **more)
         losses: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(3):
+        for _ in range(steps):
             totals = dict.fromkeys(names, 0.0)
             for _ in range(2):
                 for name, found in engine.forward_backward({n: DATA[n] for n in names}).items():
@@ -203,6 +206,28 @@ def test_reference_rows_keep_nothing() -> None:
     assert with_reference < once + 0.3 * (twice - once)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_dry_run_counts_reference_rows(stages: int) -> None:
+    """Also where there are many more of them than rows with gradient."""
+    options, lora = StageOptions(torch.device("cpu"), torch.float32), LoraConfig(**LORA)
+    engine = engine_of(["dpo"], stages=stages)
+    for longest in (40, 3):
+        drawn = pairs(3, 9, longest)  # a dry run trains all rows
+        data = [Pair(*(replace(part, labels=part.input_ids) for part in pair.parts)) for pair in drawn]
+        made = joined("dpo", data, objective_of("dpo"))
+        shape = {"dpo": sequence_lengths(made)}
+        spans = spans_of(stages, 2)
+        dry = [
+            DryStage(make("llama"), options, span).activations({"dpo": lora}, [shape])[0] for span in spans
+        ]
+        for _ in range(2):
+            future = engine.start({"dpo": data}, measure=True)
+            engine.finish(future)
+        for predicted, real in zip(dry, future.measured[0].phases, strict=True):
+            assert max(predicted) == pytest.approx(max(real), rel=0.02, abs=1024)
+    engine.close()
+
+
 def test_equal_reference_sequences_are_run_once() -> None:
     engine = Engine(make("llama"), seed=1)
     for name in "ab":
@@ -229,7 +254,7 @@ def test_another_adapter_is_the_reference() -> None:
     engine.model.eval()
     try:
         router_of(engine.model).accumulates = False
-        assert result.loss_sum == pytest.approx(float(by_hand(engine, "new")), rel=1e-5)
+        assert result.loss_sum == pytest.approx(float(by_hand(engine, "new").detach()), rel=1e-5)
     finally:
         del SPECS["new"], DATA["new"]
     future = engine.start({"new": data})

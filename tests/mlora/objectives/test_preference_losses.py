@@ -9,7 +9,8 @@ import pytest
 import torch
 from mlora.objectives.custom import CustomLoss
 from mlora.objectives.objective import LogProbs, LossOfOwner
-from mlora.objectives.registry import ObjectiveError, objective_of, resolved, takes
+from mlora.objectives.options import ObjectiveError
+from mlora.objectives.registry import objective_of, resolved, takes
 
 LENGTHS = [3, 5, 1, 2, 4, 4]  # of three pairs, or six completions
 FACTS = [(3.0, 5.0, 3 / 8), (1.0, 2.0, 3 / 8), (4.0, 4.0, 3 / 8)]

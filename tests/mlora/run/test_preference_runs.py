@@ -13,7 +13,7 @@ from mlora.errors import RunError
 from mlora.files.run_folder import read_metrics
 from mlora.run.reporter import PlainLines
 
-from tests.mlora.seam_runs import STAGES, train_and_resume
+from tests.mlora.seam_runs import train_and_resume
 from tests.mlora.tiny_run import run_data, write_jsonl
 
 
@@ -51,7 +51,7 @@ def preference_data(base: Path, folder: Path, stages: int = 1, **changes: Any) -
     return data | changes
 
 
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_run_trains_and_resumes_bit_for_bit(tiny_base: Path, tmp_path: Path, stages: int) -> None:
     run = train_and_resume(preference_data(tiny_base, tmp_path, stages), tmp_path)
     own = [line for line in read_metrics(run / "metrics.jsonl") if line["adapter"] == "first"]
@@ -69,6 +69,7 @@ def test_a_run_trains_and_resumes_bit_for_bit(tiny_base: Path, tmp_path: Path, s
     assert any("eval_logps/chosen" in line for line in kto)
 
 
+@pytest.mark.nightly
 def test_stages_and_memory_do_not_matter(tiny_base: Path, tmp_path: Path) -> None:
     """Two stages, and a limit that cuts the batches, train as one stage does without a limit."""
 
