@@ -39,7 +39,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until all is collected: modules and tests stay, and to search them for garbage takes time
     threads = config.getoption("threads")
     torch.set_num_threads(threads)
     # For the processes that tests start. With fewer cores than threads, MKL and then torch would use fewer.
@@ -49,10 +48,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(CHILD), *filter(None, inherited)])
     if config.getoption("cpu_isa"):
         use_cpu_isa(config.getoption("cpu_isa"))
-
-
-def pytest_collection_finish() -> None:
-    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
