@@ -29,7 +29,7 @@ RUN_SETS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}
 WATCHED = ("ATEN_", "CUDA_", "MASTER_", "MKL_", "MLORA_", "OMP_", "ONEDNN_", "TRITON_", "WORLD_")
 """How the names of variables begin that tests may set; libraries set others for themselves."""
 CHILD = Path(__file__).resolve().parent / "child"
-"""Its `sitecustomize` hides bitsandbytes from processes; they compute as this one does with `--cpu-isa`."""
+"""Its `sitecustomize` hides packages from processes; they compute as this one does with `--cpu-isa`."""
 AT_START = set(os.environ) - {"PYTEST_CURRENT_TEST"}
 
 

@@ -1,7 +1,8 @@
 """Python imports this first in the processes that tests start; tests/conftest.py puts it on their path.
 
-They do not see bitsandbytes, as after a plain install. Where it is there, PEFT imports it, which takes 1.4
-seconds of each process. A test whose processes need it sets `WITH_BITSANDBYTES` in their environment.
+They do not see bitsandbytes and torchao, as after a plain install. Where these are there, PEFT and
+Transformers import them: the one takes 1.4 seconds of each process, the other writes to stderr. A test whose
+processes need them sets `WITH_QUANTIZERS` in their environment.
 
 With `--cpu-isa` they compute as pytest does: `VARIABLE` names the instruction set of our kernels and the
 library for frozen products, which each process would choose by a measurement.
@@ -12,7 +13,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-VARIABLE, WITH_BITSANDBYTES = "MLORA_TESTS_KERNELS", "MLORA_TESTS_BITSANDBYTES"
+VARIABLE, WITH_QUANTIZERS = "MLORA_TESTS_KERNELS", "MLORA_TESTS_QUANTIZERS"
 
 
 class Operators:
@@ -38,7 +39,7 @@ class Operators:
         return found
 
 
-if WITH_BITSANDBYTES not in os.environ:
-    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+if WITH_QUANTIZERS not in os.environ:
+    sys.modules |= dict.fromkeys(("bitsandbytes", "torchao"))  # type: ignore[arg-type]
 if VARIABLE in os.environ:
     sys.meta_path.insert(0, Operators)
