@@ -235,9 +235,7 @@ def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -
 def _check_start(model: nn.Module, name: str) -> None:
     """Raises ValueError for an adapter with a base of its own: no folder holds its two halves."""
     how = router_of(model).adapters[name].config.init_lora_weights
-    if any(
-        adapter_kind(layer.specs[name].kind).has_own_base for layer in adapter_layers(model, name).values()
-    ):
+    if any(name in layer.own_bases for layer in adapter_layers(model, name).values()):
         raise ValueError(
             f"adapter {name!r}: began with init_lora_weights={how!r}, and folders hold plain LoRA; load the "
             "folder under another name"
