@@ -11,7 +11,11 @@ EXAMPLE = Path(make_tasks.__file__).parent / "adapter_kinds.yaml"
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
-    short = [f"output_dir={tmp_path / 'run'}", "defaults.max_steps=3", "defaults.logging_steps=1"]
+    short = [
+        f"output_dir={tmp_path / 'run'}",
+        "defaults.max_steps=2",
+        "defaults.per_device_train_batch_size=2",
+    ]
     result = mlora.train(load_config(EXAMPLE, short))
     assert result.status == "finished", result
     parts = {"dora": "lora_magnitude_vector", "with-bias": "lora_B.bias", "plain": "lora_B.weight"}

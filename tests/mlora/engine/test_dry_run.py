@@ -70,7 +70,7 @@ def test_with_a_head_that_is_trained() -> None:
 def test_with_dora_and_lora_bias() -> None:
     """Beside plain LoRA, also with dropout, for which DoRA has a second base product."""
     shapes = [{"b": [20, 31], "dora": [40], "bias": [9]}]
-    assert_measured_alike(llama(num_hidden_layers=2), ["b", "dora", "bias"], shapes)
+    assert_measured_alike(llama(num_hidden_layers=2, vocab_size=300), ["b", "dora", "bias"], shapes)
 
 
 def test_with_adapters_on_experts_and_routers(monkeypatch: pytest.MonkeyPatch) -> None:
