@@ -284,8 +284,8 @@ class StageWorker(Hooks, nn.Module):
         Args:
             output: the last stage's, `[T, D]`; the logits `[T, V]` if an adapter targets the head.
             targets: `rows` and `targets` `[M]` int32; `names`, trained rows (`counts`) and factor
-                (`scales`) of each owner; `objectives` and `lengths` if there are others than cross-entropy. `targets` of None
-                asks for the most likely next token of each row.
+                (`scales`) of each owner; `objectives` and `lengths` if there are others than cross-entropy.
+                `targets` of None asks for the most likely next token of each row.
 
         Returns:
             The scaled total to differentiate, and `losses` `[N]` fp64 and `metrics` of each owner; or zero
