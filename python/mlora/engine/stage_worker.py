@@ -370,9 +370,10 @@ class StageWorker(Hooks, nn.Module):
         Args:
             output: the last stage's, `[T, D]`; the logits `[T, V]` if an adapter targets the head. Beside it
                 that of rows without gradient, if there are any.
-            targets: `rows` and `targets` `[M]` int32; trained rows (`counts`) and factor (`scales`) of each
-                owner; `objectives`, `lengths` and `facts` if there are others than cross-entropy; `silent`
-                of rows without gradient. `targets` of None asks for the most likely next token of each row.
+            targets: `rows` and `targets` `[M]` int32; `names`, trained rows (`counts`) and factor (`scales`)
+                of each owner; `objectives`, `lengths` and `facts` if there are others than cross-entropy;
+                `silent` of rows without gradient. `targets` of None asks for the most likely next token of
+                each row.
 
         Returns:
             The scaled total to differentiate, and `losses` `[N]` fp64 and `metrics` of each owner; or zero
