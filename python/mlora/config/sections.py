@@ -14,7 +14,7 @@ from mlora.config.strict import MOST, Strict, resolve_path, wrong_key
 
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
 FORMATS_OF: dict[str, Sequence[str]] = {
-    "sequences": ("tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages"),
+    "sequences": ("tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages", "classification"),
     "pairs": ("preference",),
     "judged": ("unpaired",),
 }

@@ -420,8 +420,6 @@ class Batcher:
             self.memory_after = [note["used_memory"] for note in result.notes]
         report = result.report
         metrics = report.get("metrics") or [{} for _ in batch.names]
-        right = report["right"].tolist() if "right" in report else [-1.0] * len(batch.names)
-        metrics = [m if n < 0 else {**m, "accuracy": n} for m, n in zip(metrics, right, strict=True)]
         found = {}
         for name, loss, own in zip(batch.names, report["losses"].tolist(), metrics, strict=True):
             units = batch.units.get(name, batch.tokens[name])

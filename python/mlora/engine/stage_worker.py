@@ -394,8 +394,6 @@ class StageWorker(Hooks, nn.Module):
             owners = self._owners(targets, quiet)
             losses = self._token_losses(output, rows, tokens, owners, targets.get("names", ()))
             total, found = losses.total, {"losses": losses.sums, "metrics": list(losses.metrics)}
-            if losses.right is not None:
-                found["right"] = losses.right
         self._next_phase()
         return total, found
 

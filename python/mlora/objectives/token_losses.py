@@ -115,13 +115,11 @@ class TokenLosses:
         total: the scalar to differentiate.
         sums: `[N]` fp64, the loss of each owner.
         metrics: of each owner, if there are objectives: by name a total, and what divides it, None = units.
-        right: `[N]` fp64, right answers of owners whose targets are labels; -1 for others.
     """
 
     total: Tensor
     sums: Tensor
     metrics: Sequence[MetricSums] = field(default_factory=list)
-    right: Tensor | None = None
 
 
 def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, owners: Owners) -> TokenLosses:
@@ -176,10 +174,10 @@ def losses_of_own_heads(
 
     Args:
         heads: of each owner.
-        classifies: whether an owner's targets are labels: then its right answers are counted.
+        classifies: whether an owner's targets are labels: then `accuracy` is among its metrics.
     """
     total, begin = hidden.new_zeros((), dtype=torch.float32), 0
-    sums, right = [], []
+    sums = []
     metrics: list[MetricSums] = []
     for i, count in enumerate(owners.counts):
         own = hidden.index_select(0, rows[begin : begin + count])
@@ -192,9 +190,8 @@ def losses_of_own_heads(
             found = _losses_of_own_head(own, head, wanted, alone, classifies[i])
         total = total + found.total
         sums.append(found.sums)
-        right.append(found.sums.new_full((1,), -1.0) if found.right is None else found.right)
         metrics += found.metrics or [{}]
-    return TokenLosses(total, torch.cat(sums), metrics, torch.cat(right))
+    return TokenLosses(total, torch.cat(sums), metrics)
 
 
 def _losses_of_own_head(
@@ -212,9 +209,9 @@ def _losses_of_own_head(
     ]
     losses = torch.cat([part for part, _ in parts])
     if classifies:
-        right = torch.stack([right for _, right in parts]).sum().double().view(1)
+        right = float(torch.stack([right for _, right in parts]).sum())
         sums = sums_by_owner(losses.detach(), owner.counts)
-        return TokenLosses(losses.sum() * owner.scales[0], sums, right=right)
+        return TokenLosses(losses.sum() * owner.scales[0], sums, [{"accuracy": (right, None)}])
     if owner.objectives is not None:
         return TokenLosses(*_by_objective(-losses, owner))
     return TokenLosses(losses.sum() * owner.scales[0], sums_by_owner(losses.detach(), owner.counts))
