@@ -233,6 +233,18 @@ def test_a_matrix_that_is_used_otherwise_is_refused_when_it_runs() -> None:
         model(torch.randn(3, 6))
 
 
+def test_a_router_may_lose_its_adapters_and_get_others() -> None:
+    model, ids = mixture("mixtral"), tokens(2)
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["gate.weight"], init_lora_weights=False)
+    plain = model(input_ids=ids).logits
+    mx.convert_model(model, {"a": config})
+    changed = model(input_ids=ids).logits
+    mx.remove_adapter(model, "a")
+    assert_close(model(input_ids=ids).logits, plain)
+    mx.add_adapter(model, "a", config)
+    assert_close(model(input_ids=ids).logits, changed)
+
+
 def test_a_linear_layers_weight_is_the_layer(tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=[], target_parameters=["q_proj.weight"], init_lora_weights=False)
     model, ids = mx.convert_model(mixture("mixtral"), {"a": config}), tokens(2)

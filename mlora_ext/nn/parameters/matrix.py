@@ -14,6 +14,7 @@ from ...frozen.linear import frozen_linear
 from ...frozen.plain import PlainWeight
 from ...ops.functional import lora_linear_held, lora_linear_rows
 from ...ops.held import HeldAdapters, hold
+from ..routing.route import RouteTensors
 from .layer import ParameterLayer
 
 _CASTS = (Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type_as)
@@ -54,15 +55,17 @@ class MultiLoRAMatrix(ParameterLayer):
         """
         if not self.group.adapters:
             return self.original(*args, **kwargs)
-        parameter = self._parameter()
+        parameter = self.parameter
+        assert parameter is not None
         weight = self._parameters[parameter]
         assert weight is not None
         with MatrixInUse(weight, f"{self.name}.{parameter}", self._product):
             return self.original(*args, **kwargs)
 
-    def _parameter(self) -> str:
-        """Returns the only parameter that adapters sit on; targets that name another one are refused."""
-        return next(iter(self.specs.values())).parameters[0][0]
+    @property
+    def parameter(self) -> str | None:
+        """The only parameter that adapters sit on; targets that name another one are refused."""
+        return next((spec.parameters[0][0] for spec in self.specs.values()), None)
 
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         """Returns `x Wᵀ` with the adapters; `weight` may be cast to another dtype."""
@@ -73,23 +76,26 @@ class MultiLoRAMatrix(ParameterLayer):
         if not active.names:
             return frozen_linear(x, frozen)
         rows = x if place is None else place.samples_first(x, batch)
-        y = self._with_adapters(rows, frozen, active.names, active.plan(None))
+        parameter = self.parameter
+        assert parameter is not None
+        y = self._with_adapters(rows, frozen, parameter, active)
         return y if place is None else place.as_before(y)
 
-    def _with_adapters(self, x: Tensor, frozen: PlainWeight, names: tuple[str, ...], plan: Any) -> Tensor:
+    def _with_adapters(self, x: Tensor, frozen: PlainWeight, parameter: str, active: RouteTensors) -> Tensor:
+        names, plan = active.names, active.plan(None)
         if self.router.accumulates and torch.is_grad_enabled():
-            held = self._held(names)
+            held = self._held(parameter, names)
             ys = held and lora_linear_held(x, [frozen], [None], held, plan, self.router.updates)
             if ys:
                 return ys[0]
-        lora_a, lora_b = self.matrices_of(self._parameter(), names)
+        lora_a, lora_b = self.matrices_of(parameter, names)
         return lora_linear_rows(x, frozen, None, lora_a, lora_b, *plan)
 
-    def _held(self, names: tuple[str, ...]) -> HeldAdapters | None:
-        kept, moves = self.tables_of(self._parameter())
+    def _held(self, parameter: str, names: tuple[str, ...]) -> HeldAdapters | None:
+        kept, moves = self.tables_of(parameter)
 
         def make() -> HeldAdapters | None:
-            lora_a, lora_b = self.matrices_of(self._parameter(), names)
+            lora_a, lora_b = self.matrices_of(parameter, names)
             return hold(names, [lora_a], [lora_b], [self.written])
 
         return kept.find(names, moves, make)

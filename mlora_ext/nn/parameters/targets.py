@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ...adapters.registry import kind_for
 from ..linear import MultiLoRALinear
 from ..plain_linear import is_transposed
 from .experts import MultiLoRAExperts
@@ -47,7 +48,7 @@ def in_order(module: nn.Module, names: list[str]) -> list[str]:
 def check_parameters(name: str, config: LoraConfig, key: str, module: nn.Module, names: list[str]) -> None:
     """Raises ValueError for targeted parameters of a module that cannot have adapters."""
     what = f"adapter {name!r}: target_parameters: {key}.{names[0]}"
-    for field in ("lora_dropout", "fan_in_fan_out"):
+    for field in ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora"):
         if getattr(config, field):
             raise ValueError(
                 f"{what} is a parameter, for which PEFT serves no {field}; leave {field}="
@@ -55,6 +56,9 @@ def check_parameters(name: str, config: LoraConfig, key: str, module: nn.Module,
             )
     if is_weight(module, names):
         return
+    adapters = kind_for(name, config)
+    if not adapters.is_plain:
+        raise ValueError(f"{what}: adapters of kind {adapters.name!r} can be put on linear layers only")
     kind = next((one for one in _KINDS if one.serves(module)), None)
     if kind is None:
         raise ValueError(f"{what} belongs to a {type(module).__name__}, which is not supported")
@@ -67,8 +71,9 @@ def check_parameters(name: str, config: LoraConfig, key: str, module: nn.Module,
         )
     if kind is MultiLoRAMatrix and len(names) > 1:
         raise ValueError(f"{what} and {names[1]}: one parameter of a {type(module).__name__} is supported")
-    if kind is MultiLoRAMatrix and isinstance(module, kind) and module._parameter() != names[0]:
-        raise ValueError(f"{what}: other adapters sit on {key}.{module._parameter()}; name that one")
+    taken = module.parameter if isinstance(module, MultiLoRAMatrix) else None
+    if taken not in (None, names[0]):
+        raise ValueError(f"{what}: other adapters sit on {key}.{taken}; name that one")
 
 
 def is_weight(module: nn.Module, names: list[str]) -> bool:
