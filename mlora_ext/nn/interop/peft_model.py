@@ -82,8 +82,9 @@ def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
         )
     for name, config in configs.items():
         check_name(name)
+        kind = kind_for(name, config)
         refuse_changed_base(f"adapter {name!r}", config)
-        kind_for(name, config).check(name, without_start(config))
+        kind.check(name, without_start(config))
     base: Any = model
     if isinstance(base, PeftModel):
         check_untouched("peft_model", base)
