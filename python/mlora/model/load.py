@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 import mlora_ext
@@ -92,8 +94,8 @@ def load_base(
     if streamed is not None:
         streamed.put_into(model)
         base.stream = streamed.stream
-    if quantized and cut is None:
-        model.to(device)  # type: ignore[arg-type]
+    if quantized and cut is None and not isinstance(source, PreTrainedModel):
+        _off_the_file(model)
     if quantized or streamed is not None:
         check_packing(base)  # bitsandbytes' own layers round activations in evaluation mode
     return base
@@ -103,6 +105,21 @@ def _dtype_of(model: PreTrainedModel, cut: Cut | None) -> torch.dtype:
     """Returns the dtype of the first weight that is here and not quantised."""
     here = (p.dtype for p in model.parameters() if cut is None or not p.is_meta)
     return next(dtype for dtype in here if dtype.is_floating_point and dtype.itemsize > 1)
+
+
+def _off_the_file(model: PreTrainedModel) -> None:
+    """Copies tensors that lie in the checkpoint's mapped file: its pages count as this process's memory."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in copies:
+                    new = tensor.detach().clone()
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    copies[id(tensor)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
+                tensors[name] = copies[id(tensor)]
 
 
 def refuse_quantized(source: str, quantization: QuantizationConfig | None, what: str) -> None:
