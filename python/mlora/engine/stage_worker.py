@@ -20,7 +20,7 @@ from mlora.errors import first_line
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
-from mlora.model.task_heads import label_adapters, prepare_head, refuse_halves
+from mlora.model.task_heads import check_heads, label_adapters, prepare_head
 from mlora.objectives.objective import Objective
 from mlora.objectives.registry import objective_of
 from mlora.objectives.token_losses import (
@@ -477,10 +477,12 @@ def put_adapter(
     prepare_head(model, lora if lora is not None else read_config(Path(str(init_from))))
     if lora is not None:
         mlora_ext.add_adapter(model, name, lora, seed=seed)
-        refuse_halves(model, name)
+        check_heads(model, name)
     if init_from is not None:
         try:
             mlora_ext.load_adapter(model, name, init_from, seed=seed)
+            if lora is None:
+                check_heads(model, name)
         except ValueError:
             if lora is not None:
                 mlora_ext.remove_adapter(model, name)

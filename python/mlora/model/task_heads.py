@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mlora.objectives.token_losses import LogitRule, Scorer
 from mlora_ext.adapters.trained_parts import task_heads, task_of
 from mlora_ext.nn.adapter_weights import adapter_layers
+from mlora_ext.nn.add_remove import remove_adapter
 from mlora_ext.nn.linear import MultiLoRALinear
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.row_head import TrainedRowsLinear
@@ -41,11 +42,6 @@ def prepare_head(model: nn.Module, lora: LoraConfig) -> None:
         return
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    if isinstance(head, MultiLoRALinear) and head.specs:
-        raise ValueError(
-            f"task_type={task}: cannot be trained beside adapters with lm_head in target_modules "
-            f"({', '.join(head.specs)}); give them modules_to_save: [lm_head], or a run of their own"
-        )
     std = float(getattr(config, "initializer_range", 0.02))
     heads = TaskHeads(head, int(config.hidden_size), std, router=router_of(model), name=name)
     model.add_module(name, heads)
@@ -76,10 +72,20 @@ def head_name(config: Any, task: str) -> str:
     return names[0]
 
 
-def refuse_halves(model: nn.Module, name: str) -> None:
-    """Removes an adapter and raises ValueError if stages would share its trained rows."""
-    from mlora_ext.nn.add_remove import remove_adapter
+def check_heads(model: nn.Module, name: str) -> None:
+    """Removes an adapter that was added, and raises ValueError, if its head cannot be trained here.
 
+    Stages cannot share trained rows. Low-rank parts on the output head need whole logits, and classifiers
+    need the head's input.
+    """
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    low_rank = list(head.specs) if isinstance(head, MultiLoRALinear) else []
+    if low_rank and label_adapters(model):
+        remove_adapter(model, name)
+        raise ValueError(
+            f"adapter {name!r}: classifiers (task_type) cannot be trained beside adapters with the output "
+            f"head in target_modules ({', '.join(low_rank)}); use modules_to_save for it, or another run"
+        )
     for key, layer in adapter_layers(model, name).items():
         tied = layer.specs[name].tied_to
         if not tied:

@@ -132,8 +132,8 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ("adapters.0.greater_is_better", True, "greater_is_better needs metric_for_best_model or load_best"),
         (
             "adapters.0.metric_for_best_model",
-            "accuracy",
-            "adapters[0].metric_for_best_model: 'accuracy' is not measured; metrics: loss, exact_match (n",
+            "bleu",
+            "adapters[0].metric_for_best_model: 'bleu' is not measured; metrics: loss, accuracy (of a class",
         ),
         ("defaults.metric_for_best_model", "eval_tokens", "metric_for_best_model: 'eval_tokens' is not meas"),
         ("adapters.0.load_best_model_at_ends", True, "unknown key; did you mean 'load_best_model_at_end'?"),
@@ -157,7 +157,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "datasets.0.format",
             "csv",
-            "'sharegpt', 'messages', 'preference' or 'unpaired', got 'csv'",
+            "'messages', 'preference', 'unpaired' or 'classification', got 'csv'",
         ),
         (
             "defaults.assistant_only_loss",

@@ -328,3 +328,14 @@ def test_tied_rows_are_not_cut_apart() -> None:
         engine.create_adapter("rows", copy.deepcopy(LORAS["rows"]), optim(1))
     engine.create_adapter("plain", copy.deepcopy(LORAS["plain"]), optim(1))
     engine.close()
+
+
+@pytest.mark.parametrize("names", [("seq", "low-rank head"), ("low-rank head", "seq")])
+def test_classifiers_are_not_mixed_with_low_rank_parts_on_the_head(names: tuple[str, str]) -> None:
+    engine = Engine(make("llama"))
+    loras = {**LORAS, "low-rank head": lora(target_modules=["lm_head"])}
+    engine.create_adapter(names[0], copy.deepcopy(loras[names[0]]), optim(1))
+    with pytest.raises(ValueError, match=r"classifiers \(task_type\) cannot be trained beside"):
+        engine.create_adapter(names[1], copy.deepcopy(loras[names[1]]), optim(1))
+    engine.create_adapter("plain", copy.deepcopy(LORAS["plain"]), optim(1))
+    engine.close()
