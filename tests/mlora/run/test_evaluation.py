@@ -8,6 +8,7 @@ import pytest
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
 from mlora.model.generation import GenerationRequest
+from mlora.objectives.objective import CrossEntropy
 from mlora.optim.optim_config import OptimConfig
 from mlora.run.evaluation import _rows_that_fit, evaluate_losses
 from peft import LoraConfig
@@ -20,6 +21,7 @@ def task(name: str, lengths: Sequence[int], batch: int) -> Any:
         name=name,
         config=SimpleNamespace(per_device_eval_batch_size=batch),
         eval_data=SimpleNamespace(samples=samples),
+        objective=CrossEntropy(),
     )
 
 

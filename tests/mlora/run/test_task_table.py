@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlora.config.sections import SchedulerConfig
 from mlora.data.dataset import Sample
+from mlora.data.record import sequence_lengths
 from mlora.data.sampler import BatchPlan
 from mlora.engine.memory_limit import Candidate
 from mlora.files.run_folder import RunFolder
+from mlora.objectives.objective import CrossEntropy
 from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
 from mlora.run.reporter import Reporter
@@ -72,7 +74,7 @@ class FakeMemory:
         self.adapters, self.fresh = self, True
         self._takes: dict[str, int] = {}
 
-    def know(self, name: str, lora: Any, optim: Any, longest: int) -> None:
+    def know(self, name: str, lora: Any, optim: Any, longest: int, *, silent: bool = False) -> None:
         self._takes[name] = optim
 
     def knows(self, name: str) -> bool:
@@ -120,6 +122,8 @@ def task(name: str, priority: int, takes: int, rows: int, steps: int) -> Any:
         progress=Progress(),
         next_lengths=lambda: lengths,
         lengths_of=lambda batch: lengths,
+        lengths=sequence_lengths,
+        objective=CrossEntropy(),
         alive=True,
     )
 
