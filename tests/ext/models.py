@@ -98,7 +98,7 @@ def by_peft_key(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     return {
         f"{key}.{own.removesuffix('.weight')}.{name}.weight": layer.parameters_of(name)[part]
         for key, layer in adapter_layers(model, name).items()
-        for part, own in layer.peft_keys(layer.specs[name]).items()
+        for part, own in layer.peft_keys(layer, layer.specs[name]).items()
     }
 
 

@@ -240,7 +240,10 @@ REFUSED = [
     ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
     ({"init_lora_weights": "pissa_niter_"}, "init_lora_weights='pissa_niter_' is not supported"),
     ({"init_lora_weights": "orthogonal", "r": 3}, "'orthogonal' needs even ranks, got 3"),
-    ({"task_type": "SEQ_CLS"}, "task_type='SEQ_CLS' is not supported: with it PEFT trains the model's head"),
+    (
+        {"task_type": "SEQ_CLS"},
+        "task_type='SEQ_CLS' trains a head named classifier or score, and the model has",
+    ),
     ({"r": 0}, "r: expected an integer >= 1, got 0"),
     ({"rank_pattern": {"q_proj": 0}}, "r: expected an integer >= 1, got 0"),
     ({"rank_pattern": [3]}, r"rank_pattern: expected a dict, got \[3\]"),

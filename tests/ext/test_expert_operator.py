@@ -70,7 +70,7 @@ class Case:
         for row, chosen, owner in zip(x, self.index.tolist(), self.owners.tolist(), strict=True):
             for expert in chosen:
                 y = self.weight[expert].double() @ row + self.bias[expert].double()
-                if owner >= 0:
+                if owner < len(RANKS):
                     a = lora_a[owner].reshape(E, -1, D)[expert]
                     b = lora_b[owner].reshape(OUT, -1, E)[:, :, expert]
                     y = y + SCALING[owner] * b @ (a @ row)
@@ -81,7 +81,8 @@ class Case:
 
 
 def make(dtype: torch.dtype = torch.float32, rows: int = 20) -> Case:
-    owners = torch.randint(-1, len(RANKS) - 1, (rows,)).sort().values  # nobody has the last adapter
+    owners = torch.randint(len(RANKS), (rows,)).sort().values
+    owners[owners == len(RANKS) - 1] += 1  # nobody has the last adapter
     lora_a = [torch.nn.Parameter(torch.randn(r * E, D) / 5) for r in RANKS]
     lora_b = [torch.nn.Parameter((torch.randn(r * E, OUT) / 5).t()) for r in RANKS]
     index = torch.stack(

@@ -41,7 +41,7 @@ class MultiLoRAExperts(ParameterLayer):
         return (experts, rows, columns) if module.is_transposed else (experts, columns, rows)
 
     def frozen_parameter(self, parameter: str, groups: Groups | None = None) -> ExpertsWeight:
-        module = self.original
+        module = self.base
         return ExpertsWeight(self._parameters, parameter, module.is_transposed, module.has_bias, groups)
 
     @torch.compiler.disable
@@ -62,7 +62,7 @@ class MultiLoRAExperts(ParameterLayer):
         """
         given = hidden_states, top_k_index, top_k_weights
         if self.group.adapters and self.router.observer is not None:
-            return self.router.observer.see(self.name, hidden_states, self.original(*given))
+            return self.router.observer.see(self.name, hidden_states, self.base(*given))
         if self.group.adapters:
             active, place, batch = self.router.tensors_for(self, hidden_states)
             mixes = bool(active.names) or isinstance(hidden_states, FakeTensor)  # its own loop takes numbers
@@ -72,11 +72,11 @@ class MultiLoRAExperts(ParameterLayer):
                 first = [place.samples_first(one, batch) for one in given]
                 x, index, weights = (one.reshape(-1, one.shape[-1]) for one in first)
                 return place.as_before(self._with_adapters(x, index, weights, active).view(first[0].shape))
-        y: Tensor = self.original(*given)
+        y: Tensor = self.base(*given)
         return y
 
     def _with_adapters(self, x: Tensor, index: Tensor, weights: Tensor, active: RouteTensors) -> Tensor:
-        module, experts = self.original, self.original.num_experts
+        module, experts = self.base, self.base.num_experts
         weights = weights.masked_fill(index >= experts, 0.0)
         index = index.clamp(max=experts - 1)
         rows = ExpertRows.sort(index, active.owners(), experts, len(active.names))
@@ -102,13 +102,13 @@ class MultiLoRAExperts(ParameterLayer):
             if ys:
                 return ys[0]
         lora_a, lora_b = self.matrices_of(parameter, names)
-        return lora_experts(x, frozen, lora_a, lora_b, self.original.num_experts, plan)
+        return lora_experts(x, frozen, lora_a, lora_b, self.base.num_experts, plan)
 
     def _plan(
         self, scalings: dict[str, float | None], rows: ExpertRows, active: RouteTensors
     ) -> tuple[Tensor, Tensor]:
         """Returns the operator's segments and scalings; an adapter that has no scaling is not on the rows."""
-        experts, device = self.original.num_experts, active.segments.device
+        experts, device = self.base.num_experts, active.segments.device
         values = [scaling for scaling in scalings.values() if scaling is not None]
         on = iter(range(len(values)))
         places = tuple(-1 if scaling is None else next(on) for scaling in scalings.values())
@@ -129,7 +129,7 @@ class MultiLoRAExperts(ParameterLayer):
 
         def make() -> HeldAdapters | None:
             lora_a, lora_b = self.matrices_of(parameter, names)
-            return hold_experts(names, lora_a, lora_b, self.original.num_experts, self.written)
+            return hold_experts(names, lora_a, lora_b, self.base.num_experts, self.written)
 
         return kept.find(names, moves, make)
 

@@ -11,60 +11,28 @@ from torch import nn
 from ...adapters.kind import LayerSpec, ParameterSpec
 from ...adapters.registry import adapter_kind
 from ...frozen.weight import FrozenWeight
-from ...ops.functional import scaling_dtype
-from ..adapter_layer import AdapterLayer
 from ..bank import AdapterBank
 from ..held_adapters import HeldByNames
+from ..over_module import OverModule
 from ..plain_linear import adapter_dtype
-from ..routing.route import LayerGroup
 from ..routing.router import Router
 
 _KEPT = 2
 """Compositions whose tables of addresses are kept; those of many experts are large."""
 
 
-class ParameterLayer(AdapterLayer):
-    """Takes the place of a module of the base and keeps it, for its forward and its settings.
+class ParameterLayer(OverModule):
+    """Keeps a module of the base, for its forward and its settings, with adapters on its own parameters.
 
-    Both share parameters and buffers, and this layer has the module's children. So a checkpoint of the base
-    still loads, and `.to`, `deepcopy` and `load_state_dict` keep both in step. An adapter's Parameters are
-    named after the parameter that they change: `gate_up_proj_lora_A`.
-
-    Args:
-        module: of the base; its parameters are frozen here.
-        router: shared by all layers of the model.
-        name: of the layer in the model, for messages.
-        index: of the layer in the whole model.
-        autocast: keep adapters of a half-precision base in fp32; see `convert_model`.
+    An adapter's Parameters are named after the parameter that they change: `gate_up_proj_lora_A`.
     """
 
-    def __init__(self, module: nn.Module, *, router: Router, name: str, index: int, autocast: bool) -> None:
-        first = next(module.parameters(recurse=False))
-        group = LayerGroup((), (), (), first.device, scaling_dtype(first.dtype))
-        dtype = adapter_dtype(first, autocast)
-        super().__init__(router=router, name=name, index=index, adapter_dtype=dtype, group=group)
-        self._parameters, self._buffers = module._parameters, module._buffers
-        self._non_persistent_buffers_set = module._non_persistent_buffers_set
-        for child, part in module.named_children():
-            self.add_module(child, part)
-        self.__dict__["original"] = module  # not a child: its tensors would have two names
-        module.requires_grad_(False)
+    base: Any
+
+    def __init__(self, base: nn.Module, **rest: Any) -> None:
+        super().__init__(base, **rest)
         self.tables: dict[str, HeldByNames] = {}
-        self.frozen = self.frozen_parameter(self.candidates(module)[0])
-
-    def __getattr__(self, name: str) -> Any:
-        """Finds settings of the base's module, such as `num_experts`, which the model's code may read."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "original" not in self.__dict__:
-                raise
-            return getattr(self.__dict__["original"], name)
-
-    def train(self, mode: bool = True) -> Self:
-        """Sets the training mode, also of the base's module."""
-        self.original.training = mode
-        return super().train(mode)
+        self.frozen = self.frozen_parameter(self.candidates(base)[0])
 
     @classmethod
     def of(
@@ -77,10 +45,8 @@ class ParameterLayer(AdapterLayer):
         autocast: bool,
         dtype: torch.dtype,
     ) -> Self:
-        return cls(module, router=router, name=name, index=index, autocast=autocast)
-
-    def plain(self) -> nn.Module:
-        return self.original
+        own = adapter_dtype(next(module.parameters(recurse=False)), autocast)
+        return cls(module, router=router, name=name, index=index, adapter_dtype=own)
 
     @classmethod
     def candidates(cls, module: nn.Module) -> tuple[str, ...]:
@@ -163,4 +129,4 @@ class ParameterLayer(AdapterLayer):
             f"{name}: {', '.join(f'{parameter} r={own.rank}' for parameter, own in spec.parameters)}"
             for name, spec in self.specs.items()
         )
-        return f"of={type(self.original).__name__}, adapters=({adapters})"
+        return f"of={type(self.base).__name__}, adapters=({adapters})"

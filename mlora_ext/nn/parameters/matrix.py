@@ -54,13 +54,13 @@ class MultiLoRAMatrix(ParameterLayer):
                 the module does something else with its matrix than multiplying rows with it.
         """
         if not self.group.adapters:
-            return self.original(*args, **kwargs)
+            return self.base(*args, **kwargs)
         parameter = self.parameter
         assert parameter is not None
         weight = self._parameters[parameter]
         assert weight is not None
         with MatrixInUse(weight, f"{self.name}.{parameter}", self._product):
-            return self.original(*args, **kwargs)
+            return self.base(*args, **kwargs)
 
     @property
     def parameter(self) -> str | None:
