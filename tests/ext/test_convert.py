@@ -242,7 +242,7 @@ REFUSED = [
     ({"init_lora_weights": "orthogonal", "r": 3}, "'orthogonal' needs even ranks, got 3"),
     (
         {"task_type": "SEQ_CLS"},
-        "task_type='SEQ_CLS' trains a head named classifier or score, and the model has",
+        "task_type='SEQ_CLS' trains a head named classifier or score, and the",
     ),
     ({"r": 0}, "r: expected an integer >= 1, got 0"),
     ({"rank_pattern": {"q_proj": 0}}, "r: expected an integer >= 1, got 0"),
