@@ -101,7 +101,9 @@ def test_falcon_is_served_as_by_peft() -> None:
 )
 def test_other_subclasses_are_refused_by_name(module: nn.Linear, kind: str) -> None:
     base = nn.Sequential(module, nn.Linear(8, 5))
-    message = rf"target 0 is a {kind}; only nn\.Linear, Conv1D and nn\.Embedding .*pass exclude_modules=\['0'\]$"
+    message = (
+        rf"target 0 is a {kind}; only nn\.Linear, Conv1D and nn\.Embedding .*pass exclude_modules=\['0'\]$"
+    )
     with pytest.raises(ValueError, match=message):
         mx.convert_model(base, {"a": LoraConfig(target_modules="all-linear")})
     model = mx.convert_model(base, {"a": LoraConfig(target_modules="all-linear", exclude_modules=["0"])})
