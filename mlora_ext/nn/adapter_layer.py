@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -15,6 +16,35 @@ from .bank import AdapterBank
 from .held_adapters import HeldByNames
 from .routing.route import LayerGroup, SharedInput
 from .routing.router import Router
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer stands.
+
+    Attributes:
+        router: shared by all layers of the model.
+        name: of the layer in the model, for messages.
+        index: of the layer in the whole model; dropout masks depend on it.
+        autocast: whether adapters of a half-precision base are kept in fp32; see `convert_model`.
+        dtype: of the model's activations; the weights of a quantised module have another one.
+    """
+
+    router: Router
+    name: str
+    index: int
+    autocast: bool
+    dtype: torch.dtype
+
+    def adapter_dtype(self, weight: Tensor) -> torch.dtype:
+        """Returns the adapters' dtype by PEFT's rule: fp32 for a half-precision base, else the base's dtype.
+
+        It is fp32 on weights of bitsandbytes, which are integers.
+        """
+        if not weight.is_floating_point():
+            return torch.float32
+        half = weight.dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if half and self.autocast else weight.dtype
 
 
 class AdapterLayer(nn.Module):
@@ -70,22 +100,8 @@ class AdapterLayer(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        *,
-        router: Router,
-        name: str,
-        index: int,
-        autocast: bool,
-        dtype: torch.dtype,
-    ) -> Self:
-        """Makes the layer that replaces a module of the base.
-
-        Args:
-            autocast: keep adapters of a half-precision base in fp32; see `convert_model`.
-            dtype: of the model's activations; the weights of a quantised module have another one.
-        """
+    def of(cls, module: nn.Module, place: LayerPlace) -> Self:
+        """Makes the layer that replaces a module of the base."""
         raise NotImplementedError
 
     @classmethod

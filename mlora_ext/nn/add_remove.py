@@ -15,7 +15,7 @@ from ..adapters.lora_config import check_name, needs_data
 from ..adapters.registry import kind_for
 from ..adapters.trained_parts import TRAINED_COPY
 from ..ops.functional import scaling_dtype
-from .adapter_layer import AdapterLayer
+from .adapter_layer import AdapterLayer, LayerPlace
 from .adapter_weights import adapter_layers
 from .conflicts import refuse_conflicts
 from .fused_projections import FusedProjections
@@ -127,8 +127,7 @@ def convert_layers(
         specs = [plan[key] for plan in plans.values() if key in plan]
         wanted = layer_kind(module, specs[0].kind) if specs else MultiLoRALinear
         if type(module) is not wanted and (specs or not isinstance(module, AdapterLayer)):
-            settings = {"router": router, "index": index, "autocast": autocast, "dtype": dtype}
-            module = _replace(model, key, wanted, **settings)
+            module = _replace(model, wanted, LayerPlace(router, key, index, autocast, dtype))
         if len(plans) > 1 and key in rows and isinstance(module, MultiLoRALinear):
             module.lora_A.reserve(rows[key])
             module.lora_B.reserve(rows[key])
@@ -171,11 +170,11 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return next(wide, torch.get_default_dtype())
 
 
-def _replace(model: nn.Module, key: str, wanted: type[AdapterLayer], **settings: Any) -> AdapterLayer:
-    module = plain_module(model.get_submodule(key))
-    layer = wanted.of(module, name=key, **settings)
+def _replace(model: nn.Module, wanted: type[AdapterLayer], place: LayerPlace) -> AdapterLayer:
+    module = plain_module(model.get_submodule(place.name))
+    layer = wanted.of(module, place)
     layer.train(module.training)
-    parent, _, child = key.rpartition(".")
+    parent, _, child = place.name.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
     return layer
 

@@ -6,7 +6,7 @@ Letters: V tokens of the vocabulary, D width, R rank, N rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,6 @@ from ..adapters.kind import LayerSpec, ParameterSpec
 from ..adapters.lora_config import init_kind
 from ..adapters.trained_parts import TRAINED_ROWS
 from .over_module import OverModule, RowSource, plain_module
-from .plain_linear import adapter_dtype
-from .routing.router import Router
 from .routing.row_groups import by_adapter, row_groups
 from .trained_rows import positions, start_rows
 
@@ -37,21 +35,6 @@ class MultiLoRAEmbedding(RowSource, OverModule):
         plain = plain_module(module)
         scaled = hasattr(plain, "embed_scale") or type(plain).forward is nn.Embedding.forward
         return isinstance(plain, nn.Embedding) and plain.max_norm is None and not plain.sparse and scaled
-
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        *,
-        router: Router,
-        name: str,
-        index: int,
-        autocast: bool,
-        dtype: torch.dtype,
-    ) -> Self:
-        weight: Any = module.weight
-        own = adapter_dtype(weight, autocast)
-        return cls(module, router=router, name=name, index=index, adapter_dtype=own)
 
     @classmethod
     def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:

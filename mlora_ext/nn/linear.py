@@ -15,12 +15,12 @@ from ..frozen.plain import PlainWeight
 from ..frozen.quantized.families import base_weight, family_of, frozen_weight_of
 from ..frozen.weight import FrozenWeight
 from ..ops.functional import lora_linear_held, lora_linear_rows, scaling_dtype
-from .adapter_layer import AdapterLayer
+from .adapter_layer import AdapterLayer, LayerPlace
 from .bank import AdapterBank
 from .kept_norms import KeptNorms
 from .mixed_kinds import mixed_output
 from .own_bases import with_own_bases
-from .plain_linear import adapter_dtype, features, is_plain_linear, is_transposed
+from .plain_linear import features, is_plain_linear, is_transposed
 from .routing.route import LayerGroup, RoutePlan, RouteTensors
 from .routing.router import Router
 
@@ -85,31 +85,21 @@ class MultiLoRALinear(AdapterLayer):
         return isinstance(module, cls) or is_plain_linear(module)
 
     @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        *,
-        router: Router,
-        name: str,
-        index: int,
-        autocast: bool,
-        dtype: torch.dtype,
-    ) -> Self:
-        weight: Any = base_weight(module, dtype)
+    def of(cls, module: nn.Module, place: LayerPlace) -> Self:
         bias: Any = module.bias
         layer = cls(
-            weight,
+            base_weight(module, place.dtype),  # type: ignore[arg-type]
             bias,
-            router=router,
-            name=name,
-            index=index,
+            router=place.router,
+            name=place.name,
+            index=place.index,
             fan_in_fan_out=is_transposed(module),
-            adapter_dtype=adapter_dtype(module.weight, autocast),  # type: ignore[arg-type]
+            adapter_dtype=place.adapter_dtype(module.weight),  # type: ignore[arg-type]
         )
         if family_of(module) is not None:
-            layer.frozen = frozen_weight_of(module, layer, dtype)
-        elif router.frozen_kind is not None:
-            layer.frozen = router.frozen_kind(layer)
+            layer.frozen = frozen_weight_of(module, layer, place.dtype)
+        elif place.router.frozen_kind is not None:
+            layer.frozen = place.router.frozen_kind(layer)
         return layer
 
     @classmethod

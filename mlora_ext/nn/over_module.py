@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..adapters.kind import LayerSpec
 from ..frozen.plain import PlainWeight
 from ..ops.functional import scaling_dtype
-from .adapter_layer import AdapterLayer
+from .adapter_layer import AdapterLayer, LayerPlace
 from .routing.route import LayerGroup, RouteTensors
 from .routing.router import Router
 from .routing.samples import SampleDim
@@ -53,6 +53,11 @@ class OverModule(AdapterLayer):
         self.__dict__["_non_persistent_buffers_set"] = base._non_persistent_buffers_set
         self._modules.update(base._modules)
         self.frozen = frozen
+
+    @classmethod
+    def of(cls, module: nn.Module, place: LayerPlace) -> Self:
+        dtype = place.adapter_dtype(next(module.parameters()))
+        return cls(module, router=place.router, name=place.name, index=place.index, adapter_dtype=dtype)
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the base's module that this layer does not have."""

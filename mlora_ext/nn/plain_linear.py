@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
@@ -47,14 +46,3 @@ def features(module: nn.Module) -> tuple[int, int]:
     weight: Any = module.weight
     rows, columns = weight.shape
     return (rows, columns) if is_transposed(module) else (columns, rows)
-
-
-def adapter_dtype(weight: torch.Tensor, autocast_adapter_dtype: bool) -> torch.dtype:
-    """Returns the adapters' dtype by PEFT's rule: fp32 for a half-precision base, else the base's dtype.
-
-    It is fp32 on weights of bitsandbytes, which are integers.
-    """
-    if not weight.is_floating_point():
-        return torch.float32
-    half = weight.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if half and autocast_adapter_dtype else weight.dtype

@@ -6,7 +6,7 @@ Letters: T rows of x, D = d_in, V = d_out, n trained rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ..adapters.kind import LayerSpec, ParameterSpec
 from ..adapters.trained_parts import TRAINED_ROWS
 from .over_module import OverModule, RowSource, plain_module
-from .plain_linear import adapter_dtype, is_plain_linear, is_transposed
-from .routing.router import Router
+from .plain_linear import is_plain_linear, is_transposed
 from .routing.row_groups import by_adapter, row_groups
 from .trained_rows import start_rows
 
@@ -33,21 +32,6 @@ class TrainedRowsLinear(RowSource, OverModule):
     def serves(cls, module: nn.Module) -> bool:
         plain = plain_module(module)
         return is_plain_linear(plain) and not is_transposed(plain) and plain.bias is None
-
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        *,
-        router: Router,
-        name: str,
-        index: int,
-        autocast: bool,
-        dtype: torch.dtype,
-    ) -> Self:
-        weight: Any = module.weight
-        own = adapter_dtype(weight, autocast)
-        return cls(module, router=router, name=name, index=index, adapter_dtype=own)
 
     @classmethod
     def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..adapters.kind import LayerSpec, TensorSpec
 from ..adapters.trained_parts import TRAINED_COPY
 from .over_module import OverModule, plain_module
-from .routing.router import Router
 from .routing.row_groups import by_adapter, row_groups
 
 _ACROSS_ROWS = (
@@ -63,20 +62,6 @@ class TrainedCopies(OverModule):
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
         return why_not_copied(module) is None
-
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        *,
-        router: Router,
-        name: str,
-        index: int,
-        autocast: bool,
-        dtype: torch.dtype,
-    ) -> Self:
-        own = next(module.parameters()).dtype
-        return cls(module, router=router, name=name, index=index, adapter_dtype=own)
 
     @classmethod
     def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, TensorSpec]:

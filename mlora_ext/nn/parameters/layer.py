@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any, Self
+from typing import Any
 
-import torch
 from torch import nn
 
 from ...adapters.kind import LayerSpec, ParameterSpec
@@ -14,8 +13,6 @@ from ...frozen.weight import FrozenWeight
 from ..bank import AdapterBank
 from ..held_adapters import HeldByNames
 from ..over_module import OverModule
-from ..plain_linear import adapter_dtype
-from ..routing.router import Router
 
 _KEPT = 2
 """Compositions whose tables of addresses are kept; those of many experts are large."""
@@ -33,20 +30,6 @@ class ParameterLayer(OverModule):
         super().__init__(base, **rest)
         self.tables: dict[str, HeldByNames] = {}
         self.frozen = self.frozen_parameter(self.candidates(base)[0])
-
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        *,
-        router: Router,
-        name: str,
-        index: int,
-        autocast: bool,
-        dtype: torch.dtype,
-    ) -> Self:
-        own = adapter_dtype(next(module.parameters(recurse=False)), autocast)
-        return cls(module, router=router, name=name, index=index, adapter_dtype=own)
 
     @classmethod
     def candidates(cls, module: nn.Module) -> tuple[str, ...]:
