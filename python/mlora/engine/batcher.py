@@ -396,6 +396,8 @@ class Batcher:
             targets["silent"] = {
                 "rows": silent.rows,
                 "targets": silent.targets,
+                "names": list(silent.names),
+                "counts": silent.rows_of_owners(),
                 "lengths": [length for own in silent.trained_lengths() for length in own],
                 "reads": batch.reads,
             }

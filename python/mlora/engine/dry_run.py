@@ -280,6 +280,8 @@ class DryStage:
                 "facts": [()] * len(live),
                 "silent": {
                     **_trained(lengths),
+                    "names": [BASE],
+                    "counts": [sum(lengths)],
                     "lengths": lengths,
                     "reads": [list(range(len(silent)))] * len(live),
                 },

@@ -433,9 +433,10 @@ class StageWorker(Hooks, nn.Module):
     def _silent_log_p(self, output: Tensor, silent: Mapping[str, Any]) -> Sequence[Tensor]:
         """Returns the log-probabilities of each silent sequence's tokens."""
         rows, tokens = (silent[key].to(output.device, torch.int64) for key in ("rows", "targets"))
-        head = self._frozen_head()
+        head, own = self._frozen_head(), self.base.own_heads(silent["names"])
         if head is not None:
-            log_p = log_probabilities(output, head, rows, tokens)
+            heads = [own.get(name, head) for name in silent["names"]]
+            log_p = log_probabilities(output, heads, rows, tokens, silent["counts"])
         else:
             with torch.no_grad():
                 logits = self._logits(output.index_select(0, rows))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +23,8 @@ from mlora_ext.frozen.weight import FrozenWeight
 # pass over the head's weight.
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 _SMALLEST_CHUNK = 64
+_USUAL_VOCABULARY = 1 << 14
+"""Decides the rows of a chunk by a trained head, of which only calls are known."""
 
 
 MetricSums = dict[str, tuple[float, float | None]]
@@ -140,7 +143,7 @@ def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, ow
         scales = _scales_of_rows(owners, hidden.device)
         losses, total = _ChunkedLosses.apply(hidden, head, rows, targets, scales, needs_grad)
         return TokenLosses(total, sums_by_owner(losses, owners.counts))
-    log_p = log_probabilities(hidden, head, rows, targets).requires_grad_(needs_grad)
+    log_p = log_probabilities(hidden, [head], rows, targets, [len(rows)]).requires_grad_(needs_grad)
     with torch.set_grad_enabled(needs_grad):
         total, sums, metrics = _by_objective(log_p, owners)
     if needs_grad:
@@ -149,15 +152,30 @@ def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, ow
     return TokenLosses(total, sums, metrics)
 
 
-def log_probabilities(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor) -> Tensor:
-    """Returns the log-probability of each target `[M]` fp32 without gradient, as `chunked_losses` does."""
-    with torch.no_grad():
-        losses, _ = _ChunkedLosses.apply(hidden, head, rows, targets, None, False)
-    return losses.neg()
-
-
 Scorer = Callable[[Tensor], Tensor]
 """Returns the logits `[M, V]` of rows `[M, D]` by a trained head; differentiable in both."""
+
+
+@torch.no_grad()
+def log_probabilities(
+    hidden: Tensor, heads: Sequence[Head | Scorer], rows: Tensor, targets: Tensor, counts: Sequence[int]
+) -> Tensor:
+    """Returns the log-probability of each target `[M]` fp32 without gradient, chunk by chunk.
+
+    Args:
+        heads: of each owner.
+        counts: rows of each owner.
+    """
+    found, size = [], chunk_rows(hidden.device, _USUAL_VOCABULARY)
+    for head, own, wanted in zip(heads, rows.split(list(counts)), targets.split(list(counts)), strict=True):
+        if isinstance(head, Head):
+            losses, _ = _ChunkedLosses.apply(hidden, head, own, wanted, None, False)
+            found.append(losses.neg())
+            continue
+        for part, each in zip(own.split(size), wanted.split(size), strict=True):
+            logits = head(hidden.index_select(0, part)).float()
+            found.append(-F.cross_entropy(logits, each, reduction="none"))
+    return torch.cat(found)
 
 
 def losses_of_own_heads(
@@ -202,19 +220,24 @@ def _losses_of_own_head(
         right = (logits.detach().argmax(-1) == wanted).sum()
         return F.cross_entropy(logits, wanted, reduction="none"), right
 
-    size = chunk_rows(hidden.device, 1 << 14)
+    size = chunk_rows(hidden.device, _USUAL_VOCABULARY)
     parts = [
         checkpoint(chunk, own, wanted, use_reentrant=False, preserve_rng_state=False)
         for own, wanted in zip(hidden.split(size), targets.split(size), strict=True)
     ]
     losses = torch.cat([part for part, _ in parts])
     if classifies:
-        right = float(torch.stack([right for _, right in parts]).sum())
+        right = _number(torch.stack([right for _, right in parts]).sum())
         sums = sums_by_owner(losses.detach(), owner.counts)
         return TokenLosses(losses.sum() * owner.scales[0], sums, [{"accuracy": (right, None)}])
     if owner.objectives is not None:
         return TokenLosses(*_by_objective(-losses, owner))
     return TokenLosses(losses.sum() * owner.scales[0], sums_by_owner(losses.detach(), owner.counts))
+
+
+def _number(value: Tensor) -> float:
+    """Returns a tensor's number; 0 for a fake tensor of a dry run, which has none."""
+    return 0.0 if isinstance(value, FakeTensor) else float(value)
 
 
 def plain_losses(logits: Tensor, targets: Tensor, owners: Owners) -> TokenLosses:

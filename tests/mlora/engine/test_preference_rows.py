@@ -107,10 +107,18 @@ def by_hand(engine: Engine, name: str) -> Tensor:
     ).loss
 
 
-@pytest.mark.parametrize("head", [False, True], ids=["frozen head", "adapter on the head"])
-def test_losses_and_gradients_are_those_of_separate_passes(head: bool) -> None:
-    targets = [*LORA["target_modules"], *(["lm_head"] if head else [])]
-    engine = engine_of(lora=LORA | {"target_modules": targets})
+@pytest.mark.parametrize("head", ["frozen", "with an adapter on it", "of each adapter's own"])
+def test_losses_and_gradients_are_those_of_separate_passes(head: str) -> None:
+    more: dict[str, Any] = {
+        "frozen": {},
+        "with an adapter on it": {"target_modules": [*LORA["target_modules"], "lm_head"]},
+        "of each adapter's own": {"modules_to_save": ["lm_head"]},
+    }[head]
+    engine = engine_of(lora=LORA | more)
+    for name in SPECS if "modules_to_save" in more else ():
+        with torch.no_grad():
+            parameters = mlora_ext.adapter_parameters(engine.model, name)
+            parameters[f"lm_head.modules_to_save.{name}.weight"].mul_(1.5)
     result = engine.forward_backward(DATA)
     named = {name: mlora_ext.adapter_parameters(engine.model, name) for name in SPECS}
     found = {name: {key: p.grad.clone() for key, p in own.items()} for name, own in named.items()}
@@ -317,10 +325,10 @@ def test_the_chunked_pass_gives_the_reference(monkeypatch: pytest.MonkeyPatch) -
     seen: list[int] = []
     whole = mlora.engine.stage_worker.log_probabilities
 
-    def noted(hidden: Tensor, head: Any, rows: Tensor, targets: Tensor) -> Tensor:
+    def noted(hidden: Tensor, heads: Any, rows: Tensor, *rest: Any) -> Tensor:
         assert not torch.is_grad_enabled() or not hidden.requires_grad
         seen.append(len(rows))
-        return whole(hidden, head, rows, targets)
+        return whole(hidden, heads, rows, *rest)
 
     monkeypatch.setattr(mlora.engine.stage_worker, "log_probabilities", noted)
     engine = engine_of(["dpo"])
