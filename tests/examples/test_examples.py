@@ -9,6 +9,7 @@ from pathlib import Path
 
 import drop_in
 import engine_loop
+import make_preferences
 import make_tasks
 import pretrain_base
 import pytest
@@ -52,9 +53,11 @@ def corpus_text() -> str:
     return "".join("\n" if token == pretrain_base.END_ID else chr(token) for token in ids)
 
 
-def test_script_reproduces_the_committed_data(tmp_path: Path) -> None:
+def test_scripts_reproduce_the_committed_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in make_tasks.TASKS:
         make_tasks.write_task(name, tmp_path)
+    monkeypatch.setattr(make_preferences, "DATA", tmp_path)
+    make_preferences.main()
     for path in sorted(tmp_path.iterdir()):
         assert path.read_bytes() == (EXAMPLES / "data" / path.name).read_bytes(), path.name
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (EXAMPLES / "data").iterdir()}

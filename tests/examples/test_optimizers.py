@@ -4,8 +4,10 @@ from pathlib import Path
 
 import make_tasks
 import mlora
+import pytest
 from mlora.config.config_file import load_config
 
+pytestmark = pytest.mark.peers
 EXAMPLE = Path(make_tasks.__file__).parent / "optimizers.yaml"
 
 

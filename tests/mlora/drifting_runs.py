@@ -80,7 +80,7 @@ class Adapters:
         dry = [(shape, [[ROW * sum(shape)]]) for shape in shapes]
         self.estimate = MemoryEstimate(lambda names: "all", lambda names: dry)
 
-    def know(self, *_: Any) -> None:
+    def know(self, *_: Any, **options: Any) -> None:
         """All are known."""
 
     def knows(self, name: str) -> bool:
@@ -245,5 +245,7 @@ def _task(name: str, priority: int, rows: int, steps: int) -> Any:
         total_steps=steps,
         progress=Progress(),
         next_lengths=lambda: lengths,
+        lengths=lambda samples: lengths,
+        objective=SimpleNamespace(reference=None),
         alive=True,
     )

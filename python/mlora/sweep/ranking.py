@@ -55,7 +55,9 @@ def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
         if entry is None:
             continue
         state = entry["state"]
-        after = {key: entry[key]["after"] if state == "finished" else None for key in METRICS}
+        after = {
+            key: entry[key]["after"] if state == "finished" and key in entry else None for key in METRICS
+        }
         if after["eval_loss"] is None and curve:
             after["eval_loss"] = curve[-1][1]
         if state == "running" and summary["status"] != "running":

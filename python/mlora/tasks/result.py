@@ -28,6 +28,7 @@ class AdapterResult:
         seconds: wall time from its first to its last step.
         eval_loss: ``before`` the first step and ``after`` the last one, or, if the adapter was saved with the
             weights of its best evaluation, after that one. None if it was not evaluated then.
+        eval_accuracy: the same for a classifier's share of right labels.
         eval_exact_match: the same for the share of prompts completed exactly.
         best: its best evaluation after a step: ``step``, ``metric`` and ``value``. None if no field of its
             config asks for one.
@@ -42,6 +43,7 @@ class AdapterResult:
     tokens: int = 0
     seconds: float = 0.0
     eval_loss: Pair = field(default_factory=lambda: {"before": None, "after": None})
+    eval_accuracy: Pair = field(default_factory=lambda: {"before": None, "after": None})
     eval_exact_match: Pair = field(default_factory=lambda: {"before": None, "after": None})
     best: dict[str, Any] | None = None
     saved_step: int | None = None
@@ -95,6 +97,7 @@ def adapter_result(task: Task) -> AdapterResult:
         tokens=progress.tokens,
         seconds=round(progress.seconds, 3),
         eval_loss=_pair(task, "eval_loss", last),
+        eval_accuracy=_pair(task, "eval_accuracy", last),
         eval_exact_match=_pair(task, "eval_exact_match", last),
         best={"step": progress.best_step, "metric": rule.metric, "value": progress.best}
         if rule and progress.best_step is not None

@@ -78,6 +78,7 @@ def test_quantized_base(run: Run, tiny_base: Path, tmp_path: Path, method: dict,
     )
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     "said", [{"quant_method": "torchao", "quant_type": "int7"}, {"quant_method": "bitsandbytes"}]
 )

@@ -10,6 +10,7 @@ from mlora.config.aliases import NAMES
 from mlora.config.config_file import load_config
 from mlora.config.faults import unknown_key
 from mlora.config.lora_fields import CHOICES
+from mlora.config.quantization_config import QuantizationConfig
 from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
 from mlora.config.search_space import LEAF_KEYS
 from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
@@ -244,6 +245,7 @@ def test_each_alias_leads_to_a_key_and_is_none_itself() -> None:
         RunConfig,
         DatasetConfig,
         PipelineConfig,
+        QuantizationConfig,
         SchedulerConfig,
         SweepConfig,
     ]

@@ -33,6 +33,7 @@ from tests.mlora.seam_runs import data_of, train_and_resume
 from tests.mlora.tiny_run import run_data
 from tests.tolerances import STEADY_EPSILON
 
+pytest.importorskip("bitsandbytes", reason="`make peers` makes an environment with bitsandbytes")
 pytestmark = pytest.mark.peers
 STEPS = 25
 WIDE = {"r": 128, "lora_alpha": 64, "target_modules": ["q_proj", "down_proj"]}
