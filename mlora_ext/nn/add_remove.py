@@ -107,8 +107,23 @@ def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, L
     check_name(name)
     kind_for(name, config).check(name, config)
     plan = target_layers(model, name, config)
+    _refuse_unserved(model, name, plan)
     refuse_conflicts(model, {name: plan})
     return plan
+
+
+def _refuse_unserved(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -> None:
+    """Raises ValueError for a layer on which adapters of this kind cannot sit."""
+    for key, spec in plan.items():
+        module = model.get_submodule(key)
+        try:
+            layer_kind(module, spec.kind)
+        except ValueError as error:
+            what = type(plain_module(module)).__name__
+            raise ValueError(
+                f"adapter {name!r}: layer {key} is of class {what}, which serves plain LoRA only, and this "
+                f"adapter is of kind {spec.kind!r}; leave the layer out of its targets"
+            ) from error
 
 
 def convert_layers(

@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..adapters.kind import LayerSpec, TensorSpec
 from ..adapters.trained_parts import TRAINED_COPY
+from ..frozen.plain import PlainWeight
+from .adapter_layer import AdapterLayer
+from .linear import MultiLoRALinear
 from .over_module import OverModule, plain_module
 from .routing.row_groups import by_adapter, row_groups
 
@@ -69,7 +73,7 @@ class TrainedCopies(OverModule):
         return {part: TensorSpec(tuple(parameter.shape)) for part, parameter in own}
 
     def put(self, name: str, config: Any, spec: LayerSpec, seed: int) -> None:
-        own = copy.deepcopy(self.base).to(self.adapter_dtype).requires_grad_(not config.inference_mode)
+        own = _plain_copy(self.base).to(self.adapter_dtype).requires_grad_(not config.inference_mode)
         self.modules_to_save.put(name, own)
         self.specs[name] = spec
 
@@ -147,10 +151,21 @@ class TrainedCopies(OverModule):
         return y.to(self.frozen.dtype) if half else y
 
 
+def _plain_copy(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module as it was before conversion."""
+    converted = [part for part in module.modules() if isinstance(part, AdapterLayer)]
+    memo: dict[int, Any] = {id(part): copy.deepcopy(part.plain()) for part in converted}
+    return copy.deepcopy(module, memo)
+
+
 def why_not_copied(module: nn.Module) -> str | None:
     """Returns why adapters cannot train copies of a module, converted or not; None if they can."""
+    if isinstance(module, MultiLoRALinear) and not isinstance(module.frozen, PlainWeight):
+        return "is a linear layer whose weight is quantised or not in memory"
     module = plain_module(module)
     kind = type(module).__name__
+    if any(not p.is_floating_point() or is_traceable_wrapper_subclass(p) for p in module.parameters()):
+        return f"is a {kind} with quantised or sharded weights"
     if isinstance(module, _CONTAINERS):
         return f"is a {kind}, which is not called itself"
     if next(module.parameters(), None) is None:

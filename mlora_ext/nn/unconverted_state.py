@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..frozen.quantized.families import family_of, fault_of, is_bitsandbytes
+from .adapter_layer import AdapterLayer
 
 MOVED = (
     "_forward_pre_hooks",
@@ -54,7 +55,12 @@ def check_layer(key: str, module: nn.Module, own_parts: bool = False) -> None:
 
 def check_module(key: str, module: nn.Module) -> None:
     """Raises ValueError for a module of which copies are trained, if it has anything that they would not."""
+    converted = "."  # its parts are checked when it is converted
     for part, inside in module.named_modules(prefix=key):
+        if isinstance(inside, AdapterLayer):
+            converted = f"{part}."
+        if isinstance(inside, AdapterLayer) or part.startswith(converted):
+            continue
         if hasattr(inside, "_hf_hook"):
             raise ValueError(
                 f"layer {part}: is offloaded by accelerate; load the model without device_map offloading"

@@ -94,7 +94,7 @@ def _replace_trained(merged: nn.Module, key: str, layer: OverModule, name: str, 
     if safe and not all(parameter.isfinite().all() for parameter in own.values()):
         raise ValueError(f"adapter {name!r}: layer {key}: a trained weight is NaN or infinite")
     if spec.kind == TRAINED_COPY:
-        trained = copy.deepcopy(layer.modules_to_save.of(name)).requires_grad_(False)
+        trained = copy.deepcopy(layer.modules_to_save.of(name)).requires_grad_(False).to(layer.frozen.dtype)
         parent, _, child = key.rpartition(".")
         setattr(merged.get_submodule(parent), child, trained.train(merged.training))
         return

@@ -147,7 +147,8 @@ class Router:
                 how = self.adapters[name].config.init_lora_weights
                 raise ValueError(
                     f"adapter {name!r}: init_lora_weights={how!r} needs the adapter's data; call "
-                    f"mlora_ext.initialise_from_data(model, {name!r}, batches) first"
+                    f"mlora_ext.initialise_from_data(model, {name!r}, batches) first; an Engine takes "
+                    "create_adapter(start_batches=...)"
                 )
         seeds = tuple(self.adapters[name].seed for name in names)
         if steps is None:

@@ -323,7 +323,19 @@ class Batcher:
             objective = _CROSS_ENTROPY if name in (None, BASE) else self._states.of(name).objective
             found[name] = joined(name or BASE, samples, objective)
             self._check_reference(name, objective)
+            self._check_labels(name, found[name])
         return found
+
+    def _check_labels(self, name: str | None, samples: Sequence[Any]) -> None:
+        """Raises ValueError for samples whose labels are not what the adapter predicts."""
+        most = None if name in (None, BASE) else self._states.of(str(name)).labels
+        for part in (part for sample in samples for part in sample.sequences):
+            if most is None and part.is_labelled:
+                raise ValueError(f"adapter {name!r}: expected labels that are tokens, got a LabelledSample")
+            if most is not None and max(part.labels) >= most:
+                raise ValueError(
+                    f"adapter {name!r}: label {max(part.labels)} is outside of the {most} labels of its head"
+                )
 
     def _check_reference(self, name: str, objective: Objective) -> None:
         """Raises ValueError if the adapter that an objective compares with is not beside this one."""
@@ -334,6 +346,11 @@ class Batcher:
             raise ValueError(
                 f"adapter {name!r}: objective.reference: no adapter {objective.reference!r} on this engine"
                 f"{'' if known is None else ' and in its replica'}; create it first"
+            )
+        if known.labels is not None:
+            raise ValueError(
+                f"adapter {name!r}: objective.reference: {objective.reference!r} is a classifier, which has "
+                "no log-probabilities of tokens"
             )
 
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,6 +32,7 @@ from mlora.engine.stage_worker import plain_lora, put_adapter
 from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton
+from mlora.model.task_heads import labels_of
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of, resolved
@@ -86,7 +88,7 @@ class Engine(Batcher):
             effect: the group decides.
         offload: what of the base stays on disk; see `mlora.offload.options.OffloadOptions`.
         quantization: how the linear weights of a plain checkpoint are quantised while they are read. A model
-            that is quantised already needs none.
+            that is quantised already needs none. As in a run: `{"method": "bnb-nf4"}`.
         memory_limit: the most that each stage's process may use: bytes, or a size such as `8GiB`. See
             `limit_memory`.
 
@@ -133,7 +135,7 @@ class Engine(Batcher):
         stage_group: StageGroup | None = None,
         memory_limit: int | str | None = None,
         offload: OffloadOptions = IN_MEMORY,
-        quantization: QuantizationConfig | None = None,
+        quantization: QuantizationConfig | Mapping[str, Any] | None = None,
     ) -> None:
         if fp16 and dtype is torch.float32:
             dtype = torch.float16
@@ -149,7 +151,7 @@ class Engine(Batcher):
             frozen_weight,
             offload,
             trained=self._trains_base,
-            quantization=quantization,
+            quantization=QuantizationConfig.model_validate(quantization) if quantization else None,
         )
         self._dry = partial(dry_stages, base_model, options)
         self._held = partial(held_at_once, schedule, in_flight=in_flight)
@@ -329,6 +331,7 @@ class Engine(Batcher):
         seed: int | None = None,
         replica: int = 0,
         start_batches: Sequence[Sequence[Sample]] | None = None,
+        num_labels: int | None = None,
     ) -> None:
         """Puts a new adapter on the base; others may be under way.
 
@@ -342,6 +345,8 @@ class Engine(Batcher):
             init_from: a PEFT folder with initial weights; default: PEFT's random initialisation.
             seed: of initial weights and dropout, together with the name; default: the engine's.
             replica: the index of the pipeline that trains it.
+            num_labels: of a classifier (`task_type` SEQ_CLS or TOKEN_CLS), which trains on
+                `mlora.data.record.LabelledSample`.
             start_batches: micro-batches of its samples for an `init_lora_weights` that looks at data (eva,
                 corda, lora_ga). The base runs on them; CorDA takes each sample alone. Without them, such an
                 adapter needs `load_state_dict` before it is used.
@@ -356,6 +361,9 @@ class Engine(Batcher):
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
         if lora is None and init_from is None:
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
+        if num_labels is not None and lora is not None:
+            lora = copy.copy(lora)
+            lora.__dict__["num_labels"] = num_labels
         if not 0 <= replica < self.replicas:
             raise ValueError(f"replica: expected one below {self.replicas}, got {replica}")
         seed = self.seed if seed is None else seed
@@ -396,6 +404,10 @@ class Engine(Batcher):
         rule = StepRule(optim)
         optimizer_kind(optim.optim).check(optim.optim, self.device)
         made, spec = self._objective(name, objective)
+        if lora is not None and lora.inference_mode:
+            raise ValueError(
+                f"adapter {name!r}: inference_mode=True: an engine trains its adapters; leave it out"
+            )
         folder = None if init_from is None else os.fspath(init_from)
         with ExitStack() as unless_created:
             if self._admission is not None and self.memory is not None:
@@ -405,10 +417,15 @@ class Engine(Batcher):
                 self._admission.check_states(name)
             put_adapter(self.registry, name, lora, folder, seed)
             unless_created.callback(mlora_ext.remove_adapter, self.registry, name)
+            labels = labels_of(self.registry, name)
+            if labels is not None and spec != CROSS_ENTROPY:
+                raise ValueError(
+                    f"adapter {name!r}: a classifier has a loss of its own; leave the objective out"
+                )
             if self.registry is self.model:
                 self._part.own(name, optim)
             unless_created.pop_all()
-        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), made, spec)
+        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), made, spec, labels)
         self.memory_after = []
         if not self.alone:
             arguments = {

@@ -47,6 +47,7 @@ class FullEngine(Engine):
         seed: int | None = None,
         replica: int = 0,
         start_batches: Sequence[Sequence[Sample]] | None = None,
+        num_labels: int | None = None,
     ) -> None:
         """Begins the task that trains the model.
 
@@ -54,8 +55,8 @@ class FullEngine(Engine):
         """
         if self._states:
             raise ValueError(f"method: full trains one task at a time, and {next(iter(self._states))} is one")
-        if lora is not None or init_from is not None or start_batches is not None:
-            raise ValueError("method: full has no adapters; expected neither lora nor init_from nor batches")
+        if any(given is not None for given in (lora, init_from, start_batches, num_labels)):
+            raise ValueError("method: full has no adapters; give none of their settings")
         made, spec = self._objective(name, objective)
         if made.reference is not None:
             raise ValueError(

@@ -359,8 +359,12 @@ class StageWorker(Hooks, nn.Module):
         return self.base.frozen_head()
 
     def _logits(self, output: Tensor) -> Tensor:
-        """Returns the logits of rows of the last stage's output."""
-        return output if self._frozen_head() is None else self.base.logits(output)
+        """Returns the logits of rows `[M, D]` of the last stage's output; a head with adapters has made them.
+
+        A frozen head is not called: it may be a layer that needs a route, since other adapters train it.
+        """
+        head = self._frozen_head()
+        return output if head is None else head.rule.apply(head.frozen.matmul(output, head.bias))
 
     def losses(
         self, output: Tensor | tuple[Tensor, Tensor], targets: Mapping[str, Any]

@@ -122,6 +122,11 @@ def label_adapters(model: nn.Module) -> set[str]:
     return {name for layer in _classifiers(model) for name in layer.specs}
 
 
+def labels_of(model: nn.Module, name: str) -> int | None:
+    """Returns the number of labels of an adapter's classifier; None: it predicts tokens."""
+    return next((layer.specs[name].rank for layer in _classifiers(model) if name in layer.specs), None)
+
+
 def _classifiers(model: nn.Module) -> list[TaskHeads]:
     return [layer for layer in model.children() if isinstance(layer, TaskHeads)]
 
@@ -130,7 +135,7 @@ class _Plain:
     """A linear head in its own dtype."""
 
     def __init__(self, head: nn.Module) -> None:
-        self.head = head
+        self.head, self.size = head, next(head.parameters()).shape[0]
 
     def __call__(self, rows: Tensor) -> Tensor:
         logits: Tensor = self.head(rows.to(next(self.head.parameters()).dtype))
@@ -142,6 +147,7 @@ class _Ruled:
 
     def __init__(self, head: TrainedCopies | TrainedRowsLinear, name: str, rule: LogitRule) -> None:
         self.head, self.name, self.rule = head, name, rule
+        self.size = next(head.base.parameters()).shape[0]
 
     def __call__(self, rows: Tensor) -> Tensor:
         head = self.head

@@ -51,7 +51,9 @@ class LogProbs:
         return sums_of(self.log_p, self.lengths)
 
     def silent_sums(self) -> Tensor:
-        """Returns `log p` of each sequence without gradient."""
+        """Returns `log p` of each sequence without gradient; ValueError if there is none."""
+        if not self.silent_lengths:
+            raise ValueError("objective: silent_sums() needs a reference; set `reference: __base__`")
         return sums_of(self.silent, self.silent_lengths)
 
 

@@ -5,9 +5,9 @@ Shapes: T packed rows, M of them trained, D hidden size, V vocabulary, N owners 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,6 @@ from mlora_ext.frozen.weight import FrozenWeight
 # pass over the head's weight.
 _CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 _SMALLEST_CHUNK = 64
-_USUAL_VOCABULARY = 1 << 14
-"""Decides the rows of a chunk by a trained head, of which only calls are known."""
 
 
 MetricSums = dict[str, tuple[float, float | None]]
@@ -152,8 +150,17 @@ def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, ow
     return TokenLosses(total, sums, metrics)
 
 
-Scorer = Callable[[Tensor], Tensor]
-"""Returns the logits `[M, V]` of rows `[M, D]` by a trained head; differentiable in both."""
+class Scorer(Protocol):
+    """A trained head.
+
+    Attributes:
+        size: V.
+    """
+
+    size: int
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Returns the logits `[M, V]` of rows `[M, D]`; differentiable in both."""
 
 
 @torch.no_grad()
@@ -166,12 +173,13 @@ def log_probabilities(
         heads: of each owner.
         counts: rows of each owner.
     """
-    found, size = [], chunk_rows(hidden.device, _USUAL_VOCABULARY)
+    found = []
     for head, own, wanted in zip(heads, rows.split(list(counts)), targets.split(list(counts)), strict=True):
         if isinstance(head, Head):
             losses, _ = _ChunkedLosses.apply(hidden, head, own, wanted, None, False)
             found.append(losses.neg())
             continue
+        size = chunk_rows(hidden.device, head.size)
         for part, each in zip(own.split(size), wanted.split(size), strict=True):
             logits = head(hidden.index_select(0, part)).float()
             found.append(-F.cross_entropy(logits, each, reduction="none"))
@@ -220,7 +228,7 @@ def _losses_of_own_head(
         right = (logits.detach().argmax(-1) == wanted).sum()
         return F.cross_entropy(logits, wanted, reduction="none"), right
 
-    size = chunk_rows(hidden.device, _USUAL_VOCABULARY)
+    size = chunk_rows(hidden.device, head.size)
     parts = [
         checkpoint(chunk, own, wanted, use_reentrant=False, preserve_rng_state=False)
         for own, wanted in zip(hidden.split(size), targets.split(size), strict=True)

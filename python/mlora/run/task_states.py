@@ -47,7 +47,8 @@ def _create_adapter(engine: Engine, task: Task, group: int, state: Mapping[str, 
 
     If a `state` will be loaded, the adapter gets its ranks, and no initial values that depend on data.
     """
-    lora, more = task.lora, {}
+    lora = task.lora
+    more: dict[str, Any] = {}
     if state is not None and "lora" in state:
         lora = build_lora(state["lora"])
     elif state is None and task.lora is not None and needs_data(task.lora):

@@ -41,8 +41,9 @@ def check_classifier(
     task, classifies = task_of(lora), bool(task_heads(lora))
     for format in formats:
         if (format == "classification") is not classifies:
-            wanted = "classification" if classifies else "another format than classification"
-            raise RunError(f"dataset: task_type {task} needs {wanted}, got format {format!r}")
+            if classifies:
+                raise RunError(f"dataset: task_type {task} needs format classification, got {format!r}")
+            raise RunError("dataset: format classification needs lora.task_type: SEQ_CLS or TOKEN_CLS")
     known = getattr(lora, "num_labels", None)
     if not classifies:
         if adapter.num_labels is not None:
@@ -64,5 +65,5 @@ def check_classifier(
             for label in sample.labels:
                 if label != NOT_TRAINED and not 0 <= label < known:
                     raise RunError(
-                        f"dataset: label {label} is outside of the {known} labels of the head (num_labels)"
+                        f"dataset: label {label} is outside of 0 to {known - 1} (num_labels: {known})"
                     )

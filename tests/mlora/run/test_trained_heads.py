@@ -303,9 +303,9 @@ def change(key: str, value: Any, index: int = 0) -> Callable[[dict[str, Any]], N
     ("changed", "message"),
     [
         (change("num_labels", None), "num_labels: task_type SEQ_CLS needs the number of labels"),
-        (change("num_labels", 2), "dataset: label 2 is outside of the 2 labels of the head"),
-        (change("dataset", "tokens"), "task_type SEQ_CLS needs classification, got format 'tokens'"),
-        (change("dataset", "labels", 1), "task_type CAUSAL_LM needs another format than classification"),
+        (change("num_labels", 2), "dataset: label 2 is outside of 0 to 1"),
+        (change("dataset", "tokens"), "task_type SEQ_CLS needs format classification, got 'tokens'"),
+        (change("dataset", "labels", 1), "format classification needs lora.task_type: SEQ_CLS or TOKEN_CLS"),
         (change("num_labels", 3, 1), "num_labels: needs lora.task_type: SEQ_CLS or TOKEN_CLS"),
         (change("lora.task_type", "QUESTION_ANS"), "task_type=QUESTION_ANS cannot be trained in a run yet"),
         (change("lora.modules_to_save", ["lm_heat"], 1), "'lm_heat' matches nothing"),

@@ -1,0 +1,76 @@
+"""Adapters with heads of their own beside others on an engine, and samples that do not fit them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mlora.data.record import LabelledSample, Sample
+from mlora.engine.engine import Engine
+from mlora.optim.optim_config import OptimConfig
+from peft import LoraConfig
+from tiny_models import make, samples
+
+import mlora_ext as mx
+
+OPTIM = OptimConfig(1e-2, total_steps=4)
+LORA = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+
+
+def test_next_tokens_of_others_are_those_of_the_base_head() -> None:
+    prompts = [[5, 6, 7], [8, 9]]
+    alone = Engine(make("llama"), seed=1)
+    alone.create_adapter("plain", LoraConfig(**LORA), OPTIM)
+    engine = Engine(make("llama"), seed=1)
+    engine.create_adapter("plain", LoraConfig(**LORA), OPTIM)
+    engine.create_adapter("head", LoraConfig(**LORA, modules_to_save=["lm_head"]), OPTIM)
+    asked = {"plain": prompts, "__base__": prompts}
+    assert engine.next_tokens(asked) == alone.next_tokens(asked)
+    assert len(engine.next_tokens({"head": prompts})["head"]) == 2
+
+
+def test_a_module_with_converted_layers_in_it_is_copied() -> None:
+    """The engine converts all linear layers of the base."""
+    engine = Engine(make("llama"), seed=1)
+    engine.create_adapter("a", LoraConfig(**LORA, modules_to_save=["mlp"]), OPTIM)
+    before = {key: p.detach().clone() for key, p in mx.adapter_parameters(engine.model, "a").items()}
+    assert any("mlp.modules_to_save.a.up_proj.weight" in key for key in before)
+    engine.forward_backward({"a": samples(3, 9, seed=6)})
+    engine.optim_step("a")
+    assert all(not torch.equal(p, before[k]) for k, p in mx.adapter_parameters(engine.model, "a").items())
+
+
+def test_copies_beside_a_half_precision_base_are_trained_in_fp32() -> None:
+    model = make("llama").bfloat16()
+    mx.convert_model(model, {"a": LoraConfig(**LORA, modules_to_save=["norm"])})
+    own = mx.adapter_parameters(model, "a")
+    assert {p.dtype for p in own.values()} == {torch.float32}
+    merged = mx.merge_and_unload(model, "a")
+    assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
+
+
+def test_samples_and_settings_that_do_not_fit_are_refused() -> None:
+    engine = Engine(make("llama"), seed=1)
+    classifier = LoraConfig(**LORA, task_type="SEQ_CLS")
+    with pytest.raises(ValueError, match="adapter 'labels': a classifier has a loss of its own"):
+        engine.create_adapter("labels", classifier, OPTIM, num_labels=3, objective="dpo")
+    engine.create_adapter("labels", classifier, OPTIM, num_labels=3)
+    engine.create_adapter("plain", LoraConfig(**LORA), OPTIM)
+    good, bad = (LabelledSample((5, 6), (-100, label)) for label in (2, 3))
+    assert engine.forward_backward({"labels": [good]})["labels"].units == 1
+    with pytest.raises(ValueError, match="adapter 'labels': label 3 is outside of the 3 labels of its head"):
+        engine.forward_backward({"labels": [bad]})
+    with pytest.raises(ValueError, match="adapter 'plain': expected labels that are tokens"):
+        engine.forward_backward({"plain": [good]})
+    with pytest.raises(ValueError, match="adapter 'labels': label 6 is outside"):
+        engine.forward_backward({"labels": [Sample((5, 6), (5, 6))]})
+    with pytest.raises(ValueError, match="adapter 'x': inference_mode=True"):
+        engine.create_adapter("x", LoraConfig(**LORA, inference_mode=True), OPTIM)
+
+
+def test_kinds_that_an_embedding_does_not_serve_change_nothing() -> None:
+    model = make("llama")
+    with pytest.raises(
+        ValueError, match=r"adapter 'a': layer model.embed_tokens is of class Embedding, .*'dora'"
+    ):
+        mx.convert_model(model, {"a": LoraConfig(use_dora=True, target_modules=["embed_tokens", "q_proj"])})
+    assert not any(isinstance(module, mx.MultiLoRALinear) for module in model.modules())
