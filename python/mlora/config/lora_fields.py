@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,9 +129,31 @@ def build_lora(values: dict[str, Any]) -> LoraConfig:
     from peft import LoraConfig
 
     try:
-        return LoraConfig(**{"task_type": "CAUSAL_LM", **values})
+        return LoraConfig(**{"task_type": "CAUSAL_LM", **values, **_settings(values)})
     except (TypeError, ValueError, ImportError) as error:
         raise ValueError(str(error)) from error
+
+
+def _settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of an initialisation that looks at data, as PEFT's objects; default: PEFT's.
+
+    ValueError for an unknown setting, which PEFT would ignore.
+    """
+    from peft.tuners.lora import config
+
+    kinds = {"eva": config.EvaConfig, "corda": config.CordaConfig, "lora_ga": config.LoraGAConfig}
+    found: dict[str, Any] = {}
+    for how, kind in kinds.items():
+        key = f"{how}_config"
+        given = values.get(key, {} if values.get("init_lora_weights") == how else None)
+        if not isinstance(given, dict):
+            continue
+        known = [field.name for field in dataclasses.fields(kind)]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{key}: no setting is named {name!r}; {nearest(name, known, 'settings')}")
+        found[key] = kind(**given)
+    return found
 
 
 def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
