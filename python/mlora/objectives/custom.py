@@ -7,13 +7,20 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
 from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
 from mlora.objectives.options import ObjectiveError, Takes
 
 LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
+_FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What a function of one's own raises by mistake."""
 _OWN = ("takes", "reference", "trains_prompts")
+
+
+class LossError(RuntimeError):
+    """A loss of one's own failed; the message names it."""
 
 
 class CustomLoss(Objective):
@@ -72,7 +79,12 @@ class CustomLoss(Objective):
 
     def loss_of(self, rows: LogProbs) -> LossOfOwner:
         """Returns the sum over samples of what the function returns."""
-        found = self.function(rows, **self._options)
+        try:
+            found = self.function(rows, **self._options)
+        except torch.OutOfMemoryError:
+            raise
+        except _FAULTS as error:
+            raise LossError(f"objective: {self._name} failed: {type(error).__name__}: {error}") from error
         losses, metrics = found if isinstance(found, tuple) else (found, {})
         count = len(rows.lengths) // (2 if self.takes == "pairs" else 1)
         self._check_shape("the losses", losses, count)
@@ -85,7 +97,7 @@ class CustomLoss(Objective):
     def _check_shape(self, what: str, values: Any, count: int) -> None:
         shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         if shape != [count]:
-            raise ValueError(
+            raise LossError(
                 f"objective: {self._name} must return {what} of each of {count} samples, a tensor "
                 f"[{count}], got {shape}"
             )

@@ -22,6 +22,7 @@ from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
 from mlora.files.state_files import StateFiles, best_file, files_named
+from mlora.objectives.custom import LossError
 from mlora.optim.optimizer import OptimizerError
 from mlora.pipeline import PipelineError
 from mlora.run.evaluation import evaluate_losses, exact_matches
@@ -97,7 +98,7 @@ class TrainingLoop:
                     f"iteration {self._run.iteration + 1}: {file_line(cause)}; put that right, then go on "
                     f"with `mlora resume {self._folder.path}`"
                 ) from error
-            if isinstance(cause, FloatingPointError | OptimizerError):
+            if isinstance(cause, FloatingPointError | OptimizerError | LossError):
                 raise RunError(f"iteration {self._run.iteration + 1}: {cause}") from error
             if cause is None or not is_out_of_memory(cause):
                 raise

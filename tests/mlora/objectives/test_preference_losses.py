@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.objectives.custom import CustomLoss
+from mlora.objectives.custom import CustomLoss, LossError
 from mlora.objectives.objective import LogProbs, LossOfOwner
 from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import objective_of, resolved, takes
@@ -230,6 +230,9 @@ def test_a_custom_loss_by_its_function_and_by_its_name() -> None:
         CustomLoss(margins, takes="triples")  # type: ignore[arg-type]
     wrong = CustomLoss(lambda rows: rows.log_p)
     with pytest.raises(
-        ValueError, match=r"must return the losses of each of 6 samples, a tensor \[6\], got \[19\]"
+        LossError, match=r"must return the losses of each of 6 samples, a tensor \[6\], got \[19\]"
     ):
         wrong.loss_of(LogProbs(drawn(LENGTHS, 1), LENGTHS, torch.empty(0)))
+    lacks = CustomLoss(margins, takes="pairs")
+    with pytest.raises(LossError, match=r"margins failed: ValueError: .*set `reference: __base__`"):
+        lacks.loss_of(LogProbs(drawn(LENGTHS, 1), LENGTHS, torch.empty(0)))
