@@ -69,3 +69,24 @@ def test_an_adapters_name_changes_nothing(optim: str) -> None:
     assert all(one == trained["plain"] for one in trained.values())
     assert set(found["plain"]) == {Group(1.0, 0.1), Group(4.0, 0.1), Group(4.0, 0.0)}
     assert trained["plain"].count(False) == (2 if optim == "lora_fa" else 0)
+
+
+def test_lora_fa_resumes_under_any_name() -> None:
+    lora, config = LoraConfig(**LLAMA), OptimConfig(1e-3, "lora_fa", total_steps=1)
+    for name in ("plain", "lora_A"):
+        engine = Engine(make("llama"))
+        engine.create_adapter(name, lora, config)
+        optimizer = engine._part._optimizers[name]
+        optimizer.begin()
+        for tensors in optimizer.state:
+            for tensor in tensors:
+                tensor.fill_(3.0)
+        state = engine.state_dict(name)
+        again = Engine(make("llama"))
+        again.create_adapter(name, lora, config)
+        again.load_state_dict(name, state)
+        assert all(bool((t == 3).all()) for own in again._part._optimizers[name].state for t in own)
+        assert any(again._part._optimizers[name].state)
+        others = state | {"moments": dict(list(state["moments"].items())[1:])}
+        with pytest.raises(ValueError, match="moments are those of other Parameters"):
+            again.load_state_dict(name, others)
