@@ -13,6 +13,7 @@ from transformers import (
 )
 
 import mlora_ext
+from tests.mixtures import mixture
 
 NAMES = ["plain", "debias", "my_norm", "lora_A", "lora_B", "lora_1", "lora_embedding_A"]
 LLAMA = {"target_modules": ["q_proj"], "modules_to_save": ["norm", "lm_head"]}
@@ -90,3 +91,15 @@ def test_lora_fa_resumes_under_any_name() -> None:
         others = state | {"moments": dict(list(state["moments"].items())[1:])}
         with pytest.raises(ValueError, match="moments are those of other Parameters"):
             again.load_state_dict(name, others)
+
+
+def test_lora_fa_refuses_adapters_on_experts() -> None:
+    engine = Engine(mixture("gpt_oss"))
+    lora = LoraConfig(target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
+    config = OptimConfig(optim="lora_fa", total_steps=1)
+    with pytest.raises(
+        ValueError, match=r"'lora_fa' does not serve lora\.target_parameters, got .*_lora_A"
+    ) as error:
+        engine.create_adapter("a", lora, config)
+    assert "\n" not in str(error.value)
+    engine.create_adapter("a", lora, OptimConfig(total_steps=1))
