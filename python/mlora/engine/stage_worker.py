@@ -216,7 +216,8 @@ class StageWorker(Hooks, nn.Module):
             self._statistics[name] = statistics_of(self.base.model, name)
             return None
         if verb == "end":
-            return self._statistics.pop(name, None) and None
+            self._statistics.pop(name, None)
+            return None
         return getattr(self._statistics[name], verb)(*arguments)
 
     def remove(self, name: str) -> None:
