@@ -54,11 +54,6 @@ def kind_for(name: str, config: Any) -> AdapterKind:
     raise ValueError(f"adapter {name!r}: expected a peft.LoraConfig, got {type(config).__name__}")
 
 
-def parameter_names() -> set[str]:
-    """Returns the names of the Parameters of all kinds."""
-    return {name for kind in _KINDS.values() for name in kind.parameter_names}
-
-
 def parameters_by_key() -> dict[str, str]:
     """Returns the name of a Parameter by what follows the layer's name in PEFT's files, for all kinds."""
     return {kind.peft_key(name): name for kind in _KINDS.values() for name in kind.parameter_names}

@@ -15,6 +15,9 @@ from .routing.router import router_of
 LayerWeights = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors by layer name and Parameter name, such as `lora_A`."""
 
+_NEUTRAL = "default"
+"""PEFT's usual name of an adapter."""
+
 
 def adapter_layers(model: nn.Module, name: str) -> dict[str, AdapterLayer]:
     """Returns the layers that an adapter sits on, by name, in the model's order."""
@@ -51,6 +54,26 @@ def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
         f"{key}.{layer.state_key(name, part)}": parameter
         for key, layer in adapter_layers(model, name).items()
         for part, parameter in layer.parameters_of(name).items()
+    }
+
+
+def neutral_names(model: nn.Module, name: str) -> dict[str, str]:
+    """Returns what the keys of `adapter_parameters` would be if the adapter were called `default`.
+
+    Rules that read names, such as "no weight decay for biases", read these: an adapter called `debias` has
+    "bias" in every key.
+
+    Args:
+        model: converted by `convert_model`, or a part of such a model.
+        name: of the adapter.
+
+    Returns:
+        `{"<layer>.lora_A.<name>.weight": "<layer>.lora_A.default.weight", ...}`.
+    """
+    return {
+        f"{key}.{layer.state_key(name, part)}": f"{key}.{layer.state_key(_NEUTRAL, part)}"
+        for key, layer in adapter_layers(model, name).items()
+        for part in layer.parameters_of(name)
     }
 
 

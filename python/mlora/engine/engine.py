@@ -46,7 +46,7 @@ from mlora.pipeline.order import held_at_once
 from mlora.pipeline.trace import Entry
 from mlora_ext.adapters.lora_config import needs_data
 from mlora_ext.frozen.base_gemm import base_gemm_of
-from mlora_ext.nn.adapter_weights import adapter_layers
+from mlora_ext.nn.adapter_weights import adapter_layers, neutral_names
 from mlora_ext.nn.interop.peft_folder import adapter_weights, read_config
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.start.passes import initialise
@@ -547,7 +547,8 @@ class Engine(Batcher):
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
             raise ValueError(f"adapter {name!r}: the state is that of an adapter with other layers or ranks")
-        if state["moments"] and state["moments"].keys() != {k for k, p in weights.items() if p.requires_grad}:
+        optimized = self._optimized(name, weights, adapter.rule.config)
+        if state["moments"] and state["moments"].keys() != optimized:
             raise ValueError(
                 f"adapter {name!r}: state: the optimizer's moments are those of other Parameters"
             )
@@ -559,6 +560,14 @@ class Engine(Batcher):
             raise ValueError(f"adapter {name!r}: {error}") from error
         router_of(self.registry).adapters[name].seed = state["dropout_seed"]
         adapter.load_state_dict(state)
+
+    def _optimized(self, name: str, weights: Mapping[str, Tensor], optim: OptimConfig) -> set[str]:
+        """Returns the names of the Parameters that an adapter's optimizer has.
+
+        It has also those that it freezes itself, such as `lora_A` of LoRA-FA.
+        """
+        names, kind = neutral_names(self.registry, name), optimizer_kind(optim.optim)
+        return {key for key, p in weights.items() if p.requires_grad or not kind.trains(names[key])}
 
     def weights(self, name: str) -> dict[str, Tensor]:
         """Returns an adapter's weights under PEFT's keys, as copies on the CPU.

@@ -34,6 +34,7 @@ from mlora.objectives.token_losses import (
 )
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.offload.planner.workload import Update as UpdateKind
+from mlora.optim.groups import layer_norms_among
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import Optimizer, OptimizerError
 from mlora.optim.registry import optimizer_kind
@@ -41,7 +42,7 @@ from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora.pipeline.trace import Trace
 from mlora_ext.frozen.base_gemm import set_base_gemm
-from mlora_ext.nn.adapter_weights import scalings, write_weights, written_marks
+from mlora_ext.nn.adapter_weights import neutral_names, scalings, write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state, read_config
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.start.statistics import Statistics, statistics_of
@@ -186,8 +187,11 @@ class StageWorker(Hooks, nn.Module):
         own, model = self._own_parameters(name), self.base.model
         found = zip(own.items(), scalings(model, name), written_marks(model, name), strict=True)
         trained = [one for one in found if one[0][1].requires_grad]
-        parameters = dict(key_and_parameter for key_and_parameter, *_ in trained)
+        names = neutral_names(model, name)
+        parameters = {names[key]: parameter for (key, parameter), *_ in trained}
         optimizer = self._optimizers[name] = optimizer_kind(optim.optim)(parameters, optim)
+        optimizer.keys = [key for (key, _), *_ in trained]
+        optimizer.spare_layer_norms(layer_norms_among(parameters.values(), model))
         optimizer.scalings = [scaling for _, scaling, _ in trained]
         optimizer.hold_gradients(name, [mark for *_, mark in trained])
         router_of(self.base.model).moved()
@@ -212,7 +216,8 @@ class StageWorker(Hooks, nn.Module):
             self._statistics[name] = statistics_of(self.base.model, name)
             return None
         if verb == "end":
-            return self._statistics.pop(name, None) and None
+            self._statistics.pop(name, None)
+            return None
         return getattr(self._statistics[name], verb)(*arguments)
 
     def remove(self, name: str) -> None:

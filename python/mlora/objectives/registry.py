@@ -69,11 +69,6 @@ def register_objective(name: str, kind: type[Objective], options: type[BaseModel
     _OBJECTIVES[name] = _Entry(kind, options or Options, kind.takes)
 
 
-def objective_names() -> list[str]:
-    """Returns the names of all objectives."""
-    return list(_OBJECTIVES)
-
-
 def resolved(spec: Any) -> str | dict[str, Any]:
     """Returns an objective's name with all of its options; the name alone if it has none.
 

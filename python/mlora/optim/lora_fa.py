@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ class LoraFA(Optimizer):
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> None:
         for name in parameters:
             part = _part(name)
+            if re.search(r"_lora_[AB]\.", name):
+                raise ValueError(
+                    f"optim: 'lora_fa' does not serve lora.target_parameters, got {name}; use adamw_torch"
+                )
             if part and not (part in ("lora_A", "lora_B") and name.endswith(".weight")):
                 raise ValueError(f"optim: 'lora_fa' serves adapters of lora_A and lora_B only, got {name}")
         super().__init__(parameters, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ class Optimizer(ABC):
     Register a class with `mlora.optim.registry.register_optimizer`.
 
     Args:
-        parameters: the adapter's Parameters on this stage by name, fp32.
+        parameters: the adapter's Parameters on this stage by name, fp32. Names have `default` in place of the
+            adapter's name.
         config: the adapter's settings.
 
     Attributes:
@@ -40,6 +41,7 @@ class Optimizer(ABC):
             before the first step.
         groups: indices of the Parameters that share a learning rate and a weight decay.
         scalings: of each Parameter, the scaling of its LoRA layer (`alpha / r`); the engine sets it.
+        keys: of each Parameter, its name in `state_dict`; the engine sets it, else the names are used.
         compiled: whether our compiled operators serve all Parameters and their held gradients.
 
     Example:
@@ -55,11 +57,11 @@ class Optimizer(ABC):
         self.config = config
         self.state: list[list[Tensor]] = [[] for _ in parameters]
         self.steps = 0
-        self.groups = groups_of(parameters, config)
         self.scalings: Sequence[float] = [1.0] * len(parameters)
         self.compiled = False
         self._names = list(parameters)
-        self._decays = {i: group.weight_decay for group, index in self.groups.items() for i in index}
+        self.keys: Sequence[str] = self._names
+        self.spare_layer_norms(())
         for name, parameter in parameters.items():
             if not self.trains(name):
                 parameter.requires_grad_(False)
@@ -122,6 +124,16 @@ class Optimizer(ABC):
         Raises:
             ValueError: the device is not served, or a package is missing.
         """
+
+    def spare_layer_norms(self, index: Collection[int]) -> None:
+        """Takes Parameters of `nn.LayerNorm` out of weight decay, whatever their names.
+
+        Args:
+            index: their indices.
+        """
+        named = dict(zip(self._names, self.parameters, strict=True))
+        self.groups = groups_of(named, self.config, index)
+        self._decays = {i: group.weight_decay for group, own in self.groups.items() for i in own}
 
     def weight_decay(self, index: Sequence[int]) -> float:
         """Returns the weight decay of Parameters of one group; as in Trainer, biases and norms have none.
@@ -215,10 +227,10 @@ class Optimizer(ABC):
         return gradient._version == self._cleared[index] and self._adapter not in self._written[index]
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """Returns copies of `state` by Parameter name; nothing if no Parameter has any."""
+        """Returns copies of `state` by `keys`; nothing if no Parameter has any."""
         if not any(self.state):
             return {}
-        pairs = zip(self._names, self.state, strict=True)
+        pairs = zip(self.keys, self.state, strict=True)
         return {name: [tensor.clone() for tensor in tensors] for name, tensors in pairs}
 
     def load_state(self, state: Sequence[Sequence[Tensor]]) -> None:
@@ -252,9 +264,9 @@ class Optimizer(ABC):
         Raises:
             ValueError: `state` lacks a Parameter of this stage, or does not fit.
         """
-        if state and not set(self._names) <= set(state):
+        if state and not set(self.keys) <= set(state):
             raise ValueError("state: the optimizer's moments do not fit the adapter's Parameters")
-        self.load_state([state.get(name, ()) for name in self._names])
+        self.load_state([state.get(name, ()) for name in self.keys])
         self.steps = steps
 
 

@@ -22,6 +22,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "pissa": {"lora": SOME | {"init_lora_weights": "pissa", "lora_dropout": 0.1}},
     "eva": {"lora": SOME | {"init_lora_weights": "eva"}, "init_samples": 8},
     "plus": {"lora": SOME | {"use_rslora": True}, "loraplus_lr_ratio": 4.0},
+    "fa": {"lora": SOME, "optim": "lora_fa"},
     "head": {"lora": SOME | {"modules_to_save": ["lm_head", "norm"]}},
     "tokens": {"lora": SOME | {"trainable_token_indices": [5, 6, 7]}},
     "embedding": {"lora": {"r": 2, "target_modules": ["embed_tokens", "o_proj"]}},
