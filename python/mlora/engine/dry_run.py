@@ -43,6 +43,7 @@ from mlora_ext.adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS
 from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
 from mlora_ext.nn.layer_kinds import layer_kind
+from mlora_ext.nn.over_module import OverModule
 from mlora_ext.nn.targets import low_rank, target_layers
 
 if TYPE_CHECKING:
@@ -367,7 +368,9 @@ def _shapes(block: nn.Module) -> Iterator[Hashable]:
         yield name, parameter.shape
     for name, module in block.named_modules():
         if isinstance(module, AdapterLayer):
-            yield name, module.frozen.shape, tuple(module.specs.items())
+            # the parameters of a module of another kind are those above
+            shape = None if isinstance(module, OverModule) else module.frozen.shape
+            yield name, shape, tuple(module.specs.items())
 
 
 def _page(part: ParameterSpec | TensorSpec) -> Sequence[int]:
