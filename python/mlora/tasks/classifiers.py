@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mlora.config.run_config import AdapterConfig
 from mlora.data.dataset import Dataset
 from mlora.data.record import NOT_TRAINED
+from mlora.engine.adapter_start import why_not_started
 from mlora.errors import RunError
 from mlora_ext.adapters.trained_parts import task_heads, task_of
 
@@ -52,6 +53,9 @@ def check_classifier(
         return
     if adapter.objective != "cross_entropy":
         raise RunError(f"objective: task_type {task} has a loss of its own; remove {adapter.objective!r}")
+    reason = why_not_started(lora)
+    if reason is not None:
+        raise RunError(f"lora: {reason}")
     if known is None:
         raise RunError(f"num_labels: task_type {task} needs the number of labels")
     if adapter.num_labels not in (None, known):
