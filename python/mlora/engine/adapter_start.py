@@ -7,21 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.data.packing import BASE, pack
 from mlora.data.record import Sample
+from mlora.model.task_heads import why_not_started
 from mlora_ext.adapters.lora_config import init_kind
-from mlora_ext.adapters.trained_parts import task_heads, task_of
+from mlora_ext.adapters.trained_parts import task_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-
-def why_not_started(config: LoraConfig) -> str | None:
-    """Returns why a run cannot compute an adapter's initial values from its data; None if it can."""
-    if init_kind(config) != "lora_ga" or not task_heads(config):
-        return None
-    return (
-        f"init_lora_weights='lora_ga' needs a loss of the base, which has no head for task_type "
-        f"{task_of(config)}; use 'eva' or 'corda'"
-    )
 
 
 class EnginePasses:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from mlora.config.run_config import AdapterConfig
 from mlora.data.dataset import Dataset
 from mlora.data.record import NOT_TRAINED
-from mlora.engine.adapter_start import why_not_started
 from mlora.errors import RunError
+from mlora.model.task_heads import why_not_started
 from mlora_ext.adapters.trained_parts import task_heads, task_of
 
 if TYPE_CHECKING:
