@@ -252,6 +252,30 @@ def test_settings_that_do_not_fit(fields: dict, message: str) -> None:
         mx.convert_model(llama(), {"a": LoraConfig(target_modules=["q_proj"], **fields)})
 
 
+@pytest.mark.parametrize(
+    "fields", [{"modules_to_save": ["lm_head", "norm"]}, {"trainable_token_indices": [3, 5]}]
+)
+@pytest.mark.parametrize("how", DATA)
+def test_trained_parts_do_not_change_the_start(how: str, fields: dict) -> None:
+    base, found = llama(), []
+    for more in ({}, fields):
+        config = config_of(how, target_modules=["q_proj", "up_proj"], **more)
+        model = mx.convert_model(copy.deepcopy(base), {"own": config}, seed=SEED)
+        mx.initialise_from_data(model, "own", data_of(how))
+        found.append({key: p.detach() for key, p in mx.adapter_parameters(model, "own").items()})
+        model(input_ids=token_ids(2, 5), adapter_names=["own"] * 2)
+    assert len(found[1]) > len(found[0])
+    for key, tensor in found[0].items():
+        assert torch.equal(found[1][key], tensor), key
+
+
+def test_an_embedding_has_no_start_from_data() -> None:
+    config = config_of("eva", target_modules=["embed_tokens", "q_proj"])
+    model = mx.convert_model(llama(), {"own": config})
+    with pytest.raises(ValueError, match=r"^adapter 'own': target model\.embed_tokens: .*'eva' serves"):
+        mx.initialise_from_data(model, "own", data_of("eva"))
+
+
 def test_checkpointed_blocks_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics are the same when backward calls the layers again."""
     base, found = llama(), []

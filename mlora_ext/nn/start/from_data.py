@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from ...adapters.lora_config import init_kind, needs_data
 from ..adapter_weights import adapter_layers
 from ..add_remove import add_adapter, regroup, remove_adapter
+from ..linear import MultiLoRALinear
 from ..routing.router import router_of
 from ..routing.undisturbed import undisturbed
 from .passes import initialise
-from .statistics import statistics_of
+from .statistics import start_specs, statistics_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -37,8 +38,9 @@ def initialise_from_data(model: nn.Module, name: str, batches: Iterable[Any]) ->
             alone: give one sample a batch for PEFT's result.
 
     Raises:
-        ValueError: the model has no such adapter, its config asks for no data, there is no batch, a layer is
-            too narrow for its rank or was not called, or the model returns no loss.
+        ValueError: the model has no such adapter, its config asks for no data, it targets a layer that is not
+            linear, there is no batch, a layer is too narrow for its rank or was not called, or the model
+            returns no loss.
 
     Example:
         >>> model = convert_model(model, {"a": LoraConfig(init_lora_weights="eva", eva_config=EvaConfig())})
@@ -52,8 +54,7 @@ def initialise_from_data(model: nn.Module, name: str, batches: Iterable[Any]) ->
             f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} needs no data; expected "
             "'eva', 'corda' or 'lora_ga'"
         )
-    specs = {key: layer.specs[name] for key, layer in adapter_layers(model, name).items()}
-    initialise(name, config, specs, _OneProcess(model, name, list(batches)))
+    initialise(name, config, start_specs(model, name), _OneProcess(model, name, list(batches)))
 
 
 class _OneProcess:
@@ -99,7 +100,8 @@ class _OneProcess:
 
     def _autocasts(self) -> bool:
         layers = adapter_layers(self._model, self._name).values()
-        return any(layer.lora_A.dtype != layer.frozen.dtype for layer in layers)
+        linear = [layer for layer in layers if isinstance(layer, MultiLoRALinear)]
+        return any(layer.lora_A.dtype != layer.frozen.dtype for layer in linear)
 
     def _rows(self, kwargs: Mapping[str, Any]) -> Tensor | None:
         """Returns which tokens of a batch count, `[T]`; None: all."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...adapters.kind import LayerSpec
 from ...adapters.less_start import with_start
 from ...adapters.lora import set_values
 from ...adapters.lora_config import init_kind
@@ -24,6 +25,7 @@ from ..add_remove import named_seed
 from ..linear import MultiLoRALinear
 from ..routing.router import router_of
 from ..routing.thread_guard import inside_backward
+from ..targets import low_rank
 
 _INVERSE_ERROR = 0.05
 
@@ -314,6 +316,22 @@ class Components(Statistics):
         if self._info.config.eva_config.whiten:
             values = values / pca.singular_values_[:rank].sqrt().reshape(-1, 1)
         return {"lora_A": values}
+
+
+def start_specs(model: nn.Module, name: str) -> dict[str, LayerSpec]:
+    """Returns an adapter's settings in its linear layers, whose initial values its data gives.
+
+    Raises ValueError if it also has low-rank parts elsewhere, on an embedding or on experts.
+    """
+    layers = adapter_layers(model, name)
+    how = router_of(model).adapters[name].config.init_lora_weights
+    for key in low_rank({key: layer.specs[name] for key, layer in layers.items()}):
+        if not isinstance(layers[key], MultiLoRALinear):
+            raise ValueError(
+                f"adapter {name!r}: target {key}: init_lora_weights={how!r} serves linear layers only; "
+                "remove it from the adapter's targets"
+            )
+    return {key: layer.specs[name] for key, layer in layers.items() if isinstance(layer, MultiLoRALinear)}
 
 
 def signs_of(rows: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.data.packing import BASE, pack
 from mlora.data.record import Sample
+from mlora.model.task_heads import why_not_started
 from mlora_ext.adapters.lora_config import init_kind
+from mlora_ext.adapters.trained_parts import task_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -20,8 +22,11 @@ class EnginePasses:
         engine: an `Engine`, whose module imports this one.
         name: of the adapter, which is on the engine and at rest.
         config: its PEFT config.
-        batches: of its samples.
+        batches: of its samples; those of preference data count as the sequences of their lines.
         put_again: puts the adapter on the engine again, with another config.
+
+    Raises:
+        ValueError: LoRA-GA needs a loss, which the base does not have for a classifier's labels.
     """
 
     def __init__(
@@ -29,13 +34,18 @@ class EnginePasses:
         engine: Any,
         name: str,
         config: LoraConfig,
-        batches: Sequence[Sequence[Sample]],
+        batches: Sequence[Sequence[Any]],
         put_again: Callable[[LoraConfig], None],
     ) -> None:
         self._engine, self._name, self.put_again = engine, name, put_again
         self._how, self._settings = init_kind(config), config.eva_config
-        samples = [[sample] for batch in batches for sample in batch]
-        self._given = samples if self._how == "corda" else [list(batch) for batch in batches]
+        reason = why_not_started(config)
+        if reason is not None:
+            raise ValueError(f"adapter {name!r}: {reason}")
+        self._by_label = task_of(config) != "SEQ_CLS"
+        parts = [[part for sample in batch for part in sample.parts] for batch in batches]
+        alone = [[part] for batch in parts for part in batch]
+        self._given = alone if self._how == "corda" else parts
         self.batches = len(self._given)
 
     def ask(self, verb: str, *arguments: Any) -> list[Any]:
@@ -57,8 +67,8 @@ class EnginePasses:
         self._engine._leave(packed, number)
 
     def _rows(self, samples: Sequence[Sample]) -> list[bool] | None:
-        """Returns which tokens count: for EVA those with a label, as in PEFT."""
-        if self._settings is None or not self._settings.use_label_mask:
+        """Returns which tokens count: for EVA those with a label, as in PEFT; all where lines have labels."""
+        if self._settings is None or not self._settings.use_label_mask or not self._by_label:
             return None
         ignored = self._settings.label_mask_value
-        return [label != ignored for sample in samples for each in sample.sequences for label in each.labels]
+        return [label != ignored for sample in samples for label in sample.labels]

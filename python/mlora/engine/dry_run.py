@@ -38,11 +38,13 @@ from mlora.pipeline.message import Message, MessageType
 from mlora.pipeline.order import ALONE
 from mlora.pipeline.stage import Stage
 from mlora_ext.adapters.kind import LayerSpec, ParameterSpec, TensorSpec, one_by_one
+from mlora_ext.adapters.lora import Lora
 from mlora_ext.adapters.registry import adapter_kind
-from mlora_ext.adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS
+from mlora_ext.adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS, TRAINED_PARTS
 from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
 from mlora_ext.nn.layer_kinds import layer_kind
+from mlora_ext.nn.over_module import OverModule
 from mlora_ext.nn.targets import low_rank, target_layers
 
 if TYPE_CHECKING:
@@ -61,8 +63,8 @@ class States:
         weights: rounded up to whole pages of the layers' banks; with what a kind of adapter keeps beside
             them, such as DoRA's norms.
         update: what the optimizer takes during an update and then gives back.
-        ranks: the rank of each adapted layer or parameter; of one with a base of its own also that of what it
-            subtracts.
+        ranks: the rank of each adapted layer or parameter; of one whose kind is not plain LoRA a second time,
+            under its name and kind.
     """
 
     weights: int
@@ -109,10 +111,7 @@ class DryStage:
             shapes += [part.shape for key, part in parts.items() if part.trained and optimizer.trains(key)]
             pages += [_page(part) for part in parts.values()]
         moments, update = optimizer.state_bytes(shapes), optimizer.step_bytes(shapes)
-        ranks = [(name, spec.rank) for name, spec in sorted(one_by_one(specs).items())]
-        own_bases = [name for name, kind in kinds.items() if kind.has_own_base]
-        ranks += [(f"{name}, own base", specs[name].rank) for name in sorted(own_bases)]
-        return States(4 * elements(pages) + kept, 4 * elements(shapes), moments, update, tuple(ranks))
+        return States(4 * elements(pages) + kept, 4 * elements(shapes), moments, update, _ranks(specs))
 
     def activations(
         self,
@@ -313,6 +312,19 @@ def dry_stages(source: Source, options: StageOptions, blocks: Sequence[int] | in
     return [DryStage(source, options, span) for span in spans]
 
 
+def _ranks(specs: Mapping[str, LayerSpec]) -> tuple[tuple[str, int], ...]:
+    """Returns `States.ranks` of an adapter."""
+    found = sorted(one_by_one(specs).items())
+    kinds = [(f"{name}, {_kind_of(spec)}", spec.rank) for name, spec in found if spec.kind != Lora.name]
+    return (*((name, spec.rank) for name, spec in found), *kinds)
+
+
+def _kind_of(spec: LayerSpec) -> str:
+    """Returns a spec's kind; some kinds keep more rows for backward where they have dropout."""
+    drops = spec.kind not in TRAINED_PARTS and adapter_kind(spec.kind).drops_base_input
+    return f"{spec.kind} with dropout" if drops and spec.dropout else spec.kind
+
+
 def _holds(cut: Cut, name: str, spec: LayerSpec) -> bool:
     """Whether the stage holds an adapter's part on a layer; a head that the base lacks is on the last."""
     if spec.kind in (TASK_HEAD, TASK_HEAD_WITH_BIAS):
@@ -367,7 +379,9 @@ def _shapes(block: nn.Module) -> Iterator[Hashable]:
         yield name, parameter.shape
     for name, module in block.named_modules():
         if isinstance(module, AdapterLayer):
-            yield name, module.frozen.shape, tuple(module.specs.items())
+            # the parameters of a module of another kind are those above
+            shape = None if isinstance(module, OverModule) else module.frozen.shape
+            yield name, shape, tuple(module.specs.items())
 
 
 def _page(part: ParameterSpec | TensorSpec) -> Sequence[int]:

@@ -46,10 +46,11 @@ from mlora.pipeline.order import held_at_once
 from mlora.pipeline.trace import Entry
 from mlora_ext.adapters.lora_config import needs_data
 from mlora_ext.frozen.base_gemm import base_gemm_of
-from mlora_ext.nn.adapter_weights import adapter_layers, neutral_names
+from mlora_ext.nn.adapter_weights import neutral_names
 from mlora_ext.nn.interop.peft_folder import adapter_weights, read_config
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.start.passes import initialise
+from mlora_ext.nn.start.statistics import start_specs
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -377,10 +378,10 @@ class Engine(Batcher):
             self.remove_adapter(name)
             self._put(name, other, optim, **more)
 
-        passes = EnginePasses(self, name, config, start_batches, put_again)
-        specs = {key: layer.specs[name] for key, layer in adapter_layers(self.registry, name).items()}
         with ExitStack() as unless_started:
             unless_started.callback(lambda: self.remove_adapter(name) if name in self._states else None)
+            passes = EnginePasses(self, name, config, start_batches, put_again)
+            specs = start_specs(self.registry, name)
             passes.ask("begin")
             try:
                 initialise(name, config, specs, passes)

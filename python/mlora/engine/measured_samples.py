@@ -22,7 +22,9 @@ from mlora.errors import MemoryLimitError
 from mlora.memory.estimate import MemorySample
 from mlora.memory.memory_model import SilentRows
 from mlora.optim.optim_config import OptimConfig
+from mlora_ext.adapters.trained_parts import task_heads
 from mlora_ext.nn import MultiLoRALinear
+from mlora_ext.nn.routing.router import router_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -129,17 +131,25 @@ class MeasuredSamples:
         """Runs a micro-batch forward and backward; trains all tokens but each sequence's first."""
         batch: dict[str, list[Any]] = {}
         for name, lengths in spread(names, shape).items():
-            live = tuple(self._sample(n) for n in lengths if not isinstance(n, SilentRows))
-            silent = tuple((BASE, self._sample(n)) for n in lengths if isinstance(n, SilentRows))
+            labels = self._labels(name)
+            live = tuple(self._sample(n, labels) for n in lengths if not isinstance(n, SilentRows))
+            silent = tuple(
+                (BASE, self._sample(n, self._vocabulary)) for n in lengths if isinstance(n, SilentRows)
+            )
             batch[name] = [JointSample(live, silent, ())] if silent else list(live)
         future = self._engine.start(batch, measure=True, whole=True)
         self._engine.finish(future)
         (measured,) = future.measured
         return measured
 
-    def _sample(self, length: int) -> Sample:
+    def _labels(self, name: str) -> int:
+        """Returns how many labels an adapter's head has; that of the base has one for each token."""
+        config = router_of(self._engine.registry).adapters[name].config
+        return int(config.num_labels) if task_heads(config) else self._vocabulary
+
+    def _sample(self, length: int, labels: int) -> Sample:
         ids = tuple(place % self._vocabulary for place in range(length))
-        return Sample(ids, ids)
+        return Sample(ids, tuple(place % labels for place in range(length)))
 
 
 def _halved(longest: int, size: int) -> list[int]:

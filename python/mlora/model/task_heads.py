@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mlora.objectives.token_losses import LogitRule, Scorer
+from mlora_ext.adapters.lora_config import init_kind
 from mlora_ext.adapters.trained_parts import task_heads, task_of
 from mlora_ext.nn.adapter_weights import adapter_layers
 from mlora_ext.nn.add_remove import remove_adapter
@@ -45,6 +46,16 @@ def prepare_head(model: nn.Module, lora: LoraConfig) -> None:
     std = float(getattr(config, "initializer_range", 0.02))
     heads = TaskHeads(head, int(config.hidden_size), std, router=router_of(model), name=name)
     model.add_module(name, heads)
+
+
+def why_not_started(config: LoraConfig) -> str | None:
+    """Returns why a run cannot compute an adapter's initial values from its data; None if it can."""
+    if init_kind(config) != "lora_ga" or not task_heads(config):
+        return None
+    return (
+        f"init_lora_weights='lora_ga' needs a loss of the base, which has no head for task_type "
+        f"{task_of(config)}; use 'eva' or 'corda'"
+    )
 
 
 def head_name(config: Any, task: str) -> str:

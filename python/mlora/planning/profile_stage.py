@@ -23,6 +23,7 @@ from mlora.model.cut import BEFORE, BEHIND, Cut, Span, find_blocks, outer_module
 from mlora.model.pretrained import skeleton
 from mlora.model.quantization import prepare_skeleton, quantizer_of
 from mlora.model.quantized_shapes import shapes_of_skeleton
+from mlora.model.task_heads import prepare_head
 from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
 from mlora.planning.partition import Cost, Table
 from mlora_ext import SegmentLayout
@@ -93,6 +94,7 @@ class _Profile:
         self._outer = outer_modules(base.model, self._blocks)
         mlora_ext.convert_model(base.model, {}, every_linear=True)
         if lora is not None:
+            prepare_head(base.model, lora)
             mlora_ext.add_adapter(base.model, _NAME, without_data(copy.deepcopy(lora)))
         base.model.train()
         base.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))

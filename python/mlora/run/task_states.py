@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlora.config.lora_fields import build_lora
 from mlora.engine.engine import Engine
+from mlora.engine.stage_worker import lora_of
 from mlora.errors import RunError, first_line
 from mlora.files.disk import write_tensors
 from mlora.files.state_files import best_file, read_state
@@ -50,7 +50,7 @@ def _create_adapter(engine: Engine, task: Task, group: int, state: Mapping[str, 
     lora = task.lora
     more: dict[str, Any] = {}
     if state is not None and "lora" in state:
-        lora = build_lora(state["lora"])
+        lora = lora_of(state["lora"])
     elif state is None and task.lora is not None and needs_data(task.lora):
         more = {"start_batches": task.start_batches()}
     engine.create_adapter(

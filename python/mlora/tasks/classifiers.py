@@ -12,6 +12,7 @@ from mlora.config.run_config import AdapterConfig
 from mlora.data.dataset import Dataset
 from mlora.data.record import NOT_TRAINED
 from mlora.errors import RunError
+from mlora.model.task_heads import why_not_started
 from mlora_ext.adapters.trained_parts import task_heads, task_of
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ def check_classifier(
         return
     if adapter.objective != "cross_entropy":
         raise RunError(f"objective: task_type {task} has a loss of its own; remove {adapter.objective!r}")
+    reason = why_not_started(lora)
+    if reason is not None:
+        raise RunError(f"lora: {reason}")
     if known is None:
         raise RunError(f"num_labels: task_type {task} needs the number of labels")
     if adapter.num_labels not in (None, known):

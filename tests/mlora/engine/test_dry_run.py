@@ -184,6 +184,23 @@ def test_mixtures_are_equal_where_memory_is() -> None:
         assert different[1] != one[1]
 
 
+@pytest.mark.parametrize(
+    "fields", [{"use_dora": True}, {"use_dora": True, "lora_dropout": 0.1}, {"lora_bias": True}]
+)
+def test_a_kind_is_predicted_from_its_own_samples(fields: dict[str, Any]) -> None:
+    """What was sampled of plain LoRA, or of DoRA without dropout, says nothing of it."""
+    stage = DryStage(llama(), StageOptions(CPU, torch.float32))
+    plain: dict[str, Any] = {"r": 4, "target_modules": "all-linear"}
+    found = []
+    for names in (["own"], ["lora", "dora", "own"]):
+        memory = AdapterMemory([stage])
+        for name in names:
+            more = {"own": fields, "dora": {"use_dora": True}}.get(name, {})
+            memory.know(name, LoraConfig(**plain, **more), OPTIM, 40)
+            found.append(memory.estimate.predict({name: [40] * 3}, [name]))
+    assert found[-1] == found[0] != found[1]
+
+
 def mape(model: PeakModel, samples: list[tuple[list[int], int]]) -> float:
     """The mean error of predictions, in percent."""
     return sum(100 * abs(model.predict(lengths) / size - 1) for lengths, size in samples) / len(samples)

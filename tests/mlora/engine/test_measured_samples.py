@@ -25,6 +25,7 @@ from mlora.memory.live_memory import work_memory
 from mlora.memory.process_memory import PeakMemory, used_memory
 from mlora.run.run import resume, train
 from mlora.scheduler import MemoryEstimate, PeakModel
+from peft import LoraConfig
 from tiny_run import lines, weights
 
 from mlora_ext.nn import MultiLoRALinear
@@ -91,6 +92,13 @@ def test_what_was_measured_of_small_ones_predicts_larger_ones(
             engine.finish(future)
             for model, phases in zip(models, future.measured[0].phases, strict=True):
                 assert model.predict(together(shape)) == pytest.approx(max(phases), rel=0.02)
+
+
+def test_a_classifier_is_measured_with_its_own_labels(engine: Engine) -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")
+    lora.__dict__["num_labels"] = 3
+    assert MeasuredSamples(engine, PLENTY)({"a": lora}, STATES, 16)
+    assert engine.adapters == []
 
 
 def state_of(engine: Engine) -> list[Any]:

@@ -134,6 +134,13 @@ def test_an_adapter_on_the_head(tmp_path: Path) -> None:
     assert table.head.activation_bytes > sum(LENGTHS) * 61 * 4 > plain.head.activation_bytes > 0
 
 
+def test_a_classifier(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")
+    config.__dict__["num_labels"] = 3
+    table = profile_base(save(deep("llama"), tmp_path), LENGTHS, CPU, torch.float32, lora=config, repeats=1)
+    assert table.blocks[0].activation_bytes > 0
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^base_model: no such folder"):
         profile_base(tmp_path / "missing", LENGTHS, CPU, torch.float32)

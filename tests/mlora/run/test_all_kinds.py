@@ -94,6 +94,14 @@ def test_resume_is_bit_equal(base: Path, tmp_path: Path, stages: int) -> None:
     train_and_resume(data_of(base, tmp_path, list(ADAPTERS), stages), tmp_path)
 
 
+def test_a_memory_limit_serves_norms_of_blocks_and_classifiers(base: Path, tmp_path: Path) -> None:
+    data = data_of(base, tmp_path, ["labels", "head"])
+    data["adapters"][1]["lora"] = SOME | {"modules_to_save": ["input_layernorm"]}
+    data |= {"scheduler": {"memory_limit": "2GiB"}}
+    found = mlora.train(resolve_config(data, folder=tmp_path)).adapters
+    assert [(one.state, one.message) for one in found.values()] == [("finished", "")] * 2
+
+
 def test_two_uses_of_one_module_are_refused_by_name(base: Path, tmp_path: Path) -> None:
     data = data_of(base, tmp_path, ["head", "first"])
     data["adapters"][1]["lora"] = {"r": 2, "target_modules": ["lm_head"]}

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mlora
 import pytest
 import torch
+from mlora.config.config_file import resolve_config
+from mlora.data.preference import Judged, Pair
+from mlora.data.record import LabelledSample, Sample
 from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions
@@ -19,6 +23,7 @@ import mlora_ext as mx
 from tests.mlora.seam_runs import data_of, train_and_resume
 from tests.mlora.stage_runs import assert_alike
 from tests.mlora.tiny_models import make, samples
+from tests.mlora.tiny_run import write_jsonl
 from tests.tolerances import STEADY_EPSILON, assert_same_up_to_rounding
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -72,6 +77,75 @@ def test_an_engine_begins_as_a_model_of_ones_own(how: str) -> None:
         tensor = found[f"base_model.model.{key.replace('.a.weight', '.weight')}"]
         if parameter.any():
             assert_same_up_to_rounding(tensor, parameter.detach(), key, 1e-3)
+
+
+@pytest.mark.parametrize("how", STARTS)
+def test_preference_data_counts_as_the_sequences_of_its_lines(how: str) -> None:
+    pair = Pair(Sample((1, 2, 3, 4, 5), (-100, -100, 3, 4, 5)), Sample((1, 2, 6, 7), (-100, -100, 6, 7)))
+    judged = [Judged((1, 2), (3, 4, 5), True), Judged((1, 2), (6, 7), False)]
+    found = []
+    for objective, lines in (("dpo", [pair]), ("kto", judged), ("cross_entropy", list(pair.parts))):
+        engine = Engine(make("llama"))
+        options: dict[str, Any] = {"objective": objective, "start_batches": [lines]}
+        engine.create_adapter("a", config_of(how, r=1), OptimConfig(total_steps=9), **options)
+        found.append(engine.weights("a"))
+    for key, tensor in found[2].items():
+        assert torch.equal(found[0][key], tensor), key
+        assert torch.equal(found[1][key], tensor), key
+
+
+def classifier(how: str) -> LoraConfig:
+    config = config_of(how, r=1, task_type="SEQ_CLS")
+    config.__dict__["num_labels"] = 3
+    return config
+
+
+@pytest.mark.parametrize("how", ["eva", "corda"])
+def test_all_tokens_of_a_classifiers_lines_count(how: str) -> None:
+    ids = [sample.input_ids for sample in samples(3, 9, seed=1) if len(sample.input_ids) > 3]
+    labelled = [LabelledSample(own, (*[-100] * (len(own) - 1), own[0] % 3)) for own in ids]
+    found = []
+    for config, lines in ((classifier(how), labelled), (config_of(how, r=1), [Sample(o, o) for o in ids])):
+        engine = Engine(make("llama"))
+        engine.create_adapter("a", config, OptimConfig(total_steps=9), start_batches=[lines])
+        found.append({key: t for key, t in engine.weights("a").items() if "score" not in key})
+    assert found[0].keys() == found[1].keys()
+    for key, tensor in found[1].items():
+        assert torch.equal(found[0][key], tensor), key
+
+
+def test_a_classifier_has_no_loss_for_lora_ga(tiny_base: Path, tmp_path: Path) -> None:
+    engine, given = Engine(make("llama")), [[LabelledSample((1, 2, 3), (-100, -100, 1))]]
+    reason = "init_lora_weights='lora_ga' needs a loss of the base, which has no head for task_type SEQ_CLS"
+    with pytest.raises(ValueError, match=f"^adapter 'a': {reason}; use 'eva' or 'corda'$"):
+        engine.create_adapter("a", classifier("lora_ga"), OptimConfig(total_steps=9), start_batches=given)
+    assert engine.adapters == []
+    data = labelled_run(tiny_base, tmp_path, init_lora_weights="lora_ga", lora_ga_config={})
+    (refused, _) = mlora.train(resolve_config(data, folder=tmp_path)).adapters.values()
+    assert (refused.state, refused.message) == ("refused", f"lora: {reason}; use 'eva' or 'corda'")
+
+
+def labelled_run(base: Path, folder: Path, **lora: Any) -> dict[str, Any]:
+    """A run whose first adapter is a classifier."""
+    rows = [{"input_ids": [1, 2, 3, label], "label": label} for label in (0, 1, 2)]
+    write_jsonl(folder / "labels.jsonl", rows)
+    block = {"r": 2, "target_modules": ["q_proj"], "task_type": "SEQ_CLS", **lora}
+    more: dict[str, Any] = {"num_labels": 3, "dataset": "labels", "eval_dataset": None, "eval_steps": None}
+    data = data_of(base, folder, 1, lora=block, **more)
+    data["datasets"].append({"name": "labels", "path": "labels.jsonl", "format": "classification"})
+    return data
+
+
+def test_a_classifier_that_looks_at_data_resumes_alike(tiny_base: Path, tmp_path: Path) -> None:
+    train_and_resume(labelled_run(tiny_base, tmp_path, init_lora_weights="eva"), tmp_path)
+
+
+def test_layers_that_data_does_not_start_are_refused() -> None:
+    engine, given = Engine(make("llama")), [samples(2, 9, seed=1)]
+    config = config_of("eva", target_modules=["embed_tokens", "q_proj"])
+    with pytest.raises(ValueError, match=r"^adapter 'a': target model\.embed_tokens: .* linear layers"):
+        engine.create_adapter("a", config, OptimConfig(total_steps=9), start_batches=given)
+    assert engine.adapters == []
 
 
 def test_an_adapter_without_its_data_is_not_trained() -> None:
