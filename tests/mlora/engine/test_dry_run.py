@@ -185,7 +185,12 @@ def test_mixtures_are_equal_where_memory_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"use_dora": True}, {"use_dora": True, "lora_dropout": 0.1}, {"lora_bias": True}]
+    "fields",
+    [
+        {"use_dora": True, "lora_dropout": 0.1},
+        pytest.param({"use_dora": True}, marks=pytest.mark.nightly),
+        pytest.param({"lora_bias": True}, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_kind_is_predicted_from_its_own_samples(fields: dict[str, Any]) -> None:
     """What was sampled of plain LoRA, or of DoRA without dropout, says nothing of it."""

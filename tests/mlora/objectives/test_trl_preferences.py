@@ -234,7 +234,7 @@ MIXED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_others_in_one_run_equal_their_trainers(initial: Path, tmp_path: Path, accumulation: int) -> None:
     """Nine objectives and an adapter of cross-entropy, in one batch."""
     data = {"pairs": pairs(40), "judged": judged(40)}
