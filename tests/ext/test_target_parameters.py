@@ -206,6 +206,11 @@ def test_without_adapters_the_modules_own_forward_runs() -> None:
         ("gpt_oss", {"target_parameters": ["gate_up_proj_bias"]}, "can be put on gate_up_proj and down_proj"),
         ("mixtral", {"target_parameters": ["norm.weight"]}, "belongs to a MixtralRMSNorm.*not supported"),
         ("mixtral", {"target_parameters": ["embed_tokens.weight"]}, "belongs to a Embedding.*not supported"),
+        (
+            "mixtral",
+            {"target_parameters": EXPERTS, "init_lora_weights": "pissa"},
+            "Experts, which serves plain",
+        ),
         ("mixtral", {"target_parameters": [3]}, r"target_parameters: expected a list of names, got \[3\]"),
         ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["q_proj.weight"]}, "keep one"),
         ("mixtral", {"target_modules": ["w1"]}, "w1 without also targeting w3"),

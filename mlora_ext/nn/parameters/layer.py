@@ -24,6 +24,7 @@ class ParameterLayer(OverModule):
     An adapter's Parameters are named after the parameter that they change: `gate_up_proj_lora_A`.
     """
 
+    served = ("lora",)
     base: Any
 
     def __init__(self, base: nn.Module, **rest: Any) -> None:
