@@ -16,7 +16,7 @@ from .add_remove import convert_layers, join, plan_adapter, refuse_state, regrou
 from .base_dropout import stop_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
 from .interop import adapter_interface
-from .interop.peft_folder import load_into, read_adapter
+from .interop.read_folder import load_into, read_adapter
 from .routing.router import Router
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ..add_remove import add_adapter, remove_adapter
 from ..routing.router import Router, router_of
 from . import trainer_checkpoint
 from .merging import merge_and_unload
-from .peft_folder import load_into
+from .read_folder import load_into
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -47,7 +47,7 @@ from mlora.pipeline.trace import Entry
 from mlora_ext.adapters.lora_config import needs_data
 from mlora_ext.frozen.base_gemm import base_gemm_of
 from mlora_ext.nn.adapter_weights import neutral_names
-from mlora_ext.nn.interop.peft_folder import adapter_weights, read_config
+from mlora_ext.nn.interop.read_folder import adapter_weights, read_config
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.start.passes import initialise
 from mlora_ext.nn.start.statistics import start_specs

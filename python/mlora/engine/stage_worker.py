@@ -43,7 +43,8 @@ from mlora.pipeline import Hooks
 from mlora.pipeline.trace import Trace
 from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.adapter_weights import neutral_names, scalings, write_weights, written_marks
-from mlora_ext.nn.interop.peft_folder import adapter_state, read_config
+from mlora_ext.nn.interop.peft_folder import adapter_state
+from mlora_ext.nn.interop.read_folder import read_config
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.start.statistics import Statistics, statistics_of
 

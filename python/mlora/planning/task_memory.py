@@ -11,7 +11,7 @@ from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.memory_limit import Candidate
 from mlora.scheduler import MemoryNeed
 from mlora.tasks.task import Task
-from mlora_ext.nn.interop.peft_folder import read_config
+from mlora_ext.nn.interop.read_folder import read_config
 
 LIMIT = "scheduler.memory_limit"  # what a run's messages call it
 MOST_LOOKED_AT = 20_000  # micro-batches of a task

@@ -23,7 +23,7 @@ from mlora.objectives.registry import Style, objective_of, style_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.tasks.classifiers import check_classifier, has_text
 from mlora.tasks.init_from import check_init_from
-from mlora_ext.nn.interop.peft_folder import read_config
+from mlora_ext.nn.interop.read_folder import read_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig
