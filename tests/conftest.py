@@ -35,6 +35,7 @@ AT_START = set(os.environ) - {"PYTEST_CURRENT_TEST"}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--threads", type=int, default=1, help="of each process; more make tiny shapes slower")
+    parser.addoption("--device", help="where tests make tensors that do not say where; default: the CPU")
     parser.addoption("--cpu-isa", help="instruction set of our CPU kernels; default: the best there is")
 
 
@@ -44,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(threads)
     # For the processes that tests start. With fewer cores than threads, MKL and then torch would use fewer.
     os.environ |= {"OMP_NUM_THREADS": str(threads), "MKL_DYNAMIC": "FALSE"}
+    if config.getoption("device"):
+        torch.set_default_device(config.getoption("device"))
     if config.getoption("cpu_isa"):
         use_cpu_isa(config.getoption("cpu_isa"))
 

@@ -47,7 +47,9 @@ class Lora(AdapterKind):
         if how == "eva":
             return
         if how == "orthogonal":
-            set_values(own, start_values(torch.empty(b.shape[0], a.shape[1]), config, spec, seed))
+            set_values(
+                own, start_values(torch.empty(b.shape[0], a.shape[1], device="cpu"), config, spec, seed)
+            )
             return
         generator = torch.Generator("cpu").manual_seed(seed)
         values = torch.empty(a.shape, dtype=torch.float32, device="cpu")

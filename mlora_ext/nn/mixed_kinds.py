@@ -240,11 +240,12 @@ def _made_part(active: RouteTensors, drops: tuple[int, ...]) -> _Part | None:
     owners = [adapter for _, _, adapter, _ in spans]
     device = active.segments.device
     layout = SegmentLayout.from_lengths(lengths, owners, [row0 for *_, row0 in spans])
-    places = torch.cat([torch.arange(begin, end) for begin, end, _, _ in spans])
+    places = torch.cat([torch.arange(begin, end, device="cpu") for begin, end, _, _ in spans])
     rows = None if len(places) == active.rows else to_device(places, device)
-    places = torch.tensor(owners).repeat_interleave(torch.tensor(lengths), output_size=sum(lengths))
+    counts = torch.tensor(lengths, device="cpu")
+    places = torch.tensor(owners, device="cpu").repeat_interleave(counts, output_size=sum(lengths))
     factors = _factors(active).index_select(0, to_device(places, device)).unsqueeze(1)
-    rest = active.dropout_p.index_fill(0, to_device(torch.tensor(drops), device), 0)
+    rest = active.dropout_p.index_fill(0, to_device(torch.tensor(drops, device="cpu"), device), 0)
     others = len(drops) < len(active.names)
     return _Part(rows, layout.table(device), factors, active.dropout_p, rest if others else None)
 

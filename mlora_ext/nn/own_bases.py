@@ -40,7 +40,9 @@ def with_own_bases(layer: AdaptedLayer, names: Sequence[str], x: Tensor, active:
     backend = "reference" if plain else backend_for(x.device, x_dtype)
     if backend == "reference":
         y = layer.added(x, active, layer.frozen)
-        places = torch.tensor([names.index(n) if n in names else -1 for n in (*active.names, "")])
+        places = torch.tensor(
+            [names.index(n) if n in names else -1 for n in (*active.names, "")], device="cpu"
+        )
         owners, index = places.to(x.device)[active.owners()], [active.names.index(name) for name in names]
         return y - own_products(x, lora_a, lora_b, owners, active.scaling[index]).to(y.dtype)
     segments, scaling = active.subtracted(tuple(names))

@@ -151,9 +151,9 @@ class LoRADropout:
         def made() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             steps = [self.step] * len(self.p) if isinstance(self.step, int) else self.step
             return (
-                to_device(torch.tensor(self.p, dtype=torch.float32), device),
+                to_device(torch.tensor(self.p, dtype=torch.float32, device="cpu"), device),
                 to_device(rng_table(self.seeds, steps), device),
-                to_device(torch.tensor(self.layer, dtype=torch.int64), device),
+                to_device(torch.tensor(self.layer, dtype=torch.int64, device="cpu"), device),
             )
 
         return once_per_stream(self._tensors, "tensors", device, made)
@@ -162,7 +162,7 @@ class LoRADropout:
 def rng_table(seeds: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
     """Returns the operator's `dropout_rng`: `[N, 2]` int64 `(seed, step)`; a 64-bit seed keeps its bits."""
     rows = [(_signed(seed), step) for seed, step in zip(seeds, steps, strict=True)]
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
 
 def check_probability(name: str, p: float) -> None:

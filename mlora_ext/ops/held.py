@@ -146,7 +146,7 @@ def lora_linear_held(x: Tensor, call: Call) -> Sequence[Tensor]:
 @torch.inference_mode(False)
 def anchor() -> Tensor:
     """Returns a tensor that requires a gradient: the graph holds a layer even if its x needs none."""
-    return torch.empty(0, requires_grad=True)
+    return torch.empty(0, device="cpu", requires_grad=True)
 
 
 class _Held(_SingleLevelFunction):

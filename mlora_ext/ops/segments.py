@@ -113,7 +113,7 @@ class SegmentLayout:
 
         def made() -> torch.Tensor:
             rows = self._rows()
-            table = to_device(torch.tensor(rows, dtype=torch.int64), device)
+            table = to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
             describe(table, rows[: len(self.lengths)])
             return table
 

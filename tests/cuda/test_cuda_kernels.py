@@ -10,6 +10,7 @@ import pytest
 import torch
 from backends import BACKENDS, serving
 from cases import Case, assert_right, make
+from torch.utils._pytree import tree_map_only
 
 import mlora_ext as mx
 from mlora_ext.backends import one_layer
@@ -269,8 +270,9 @@ def test_checks_name_the_argument(change: dict, message: str) -> None:
         "save_masks": False,
     }
     OPS.cuda_forward(**arguments)
+    here = tree_map_only(torch.Tensor, lambda tensor: tensor.to(torch.get_default_device()), change)
     with pytest.raises(RuntimeError, match=message):
-        OPS.cuda_forward(**(arguments | change))
+        OPS.cuda_forward(**(arguments | here))
 
 
 def test_layers_that_share_x_as_the_sanitizer_watches_them() -> None:

@@ -40,7 +40,7 @@ def config_of(how: str, **fields: Any) -> LoraConfig:
 
 def data_of(how: str, count: int = 4) -> list[dict[str, torch.Tensor]]:
     """Batches of tokens, some without a label. PEFT's CorDA takes one sample a batch."""
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator(torch.get_default_device()).manual_seed(1)
     found = []
     for _ in range(count):
         ids = torch.randint(2, VOCABULARY, (1 if how == "corda" else 3, 12), generator=draw)

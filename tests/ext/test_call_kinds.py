@@ -160,7 +160,9 @@ class BehindACache(Inside):
 
     def forward(self, ids: Tensor, score: Tensor) -> Tensor:
         cache = DynamicCache()
-        held = torch.randn(4, 1, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+        held = torch.randn(
+            4, 1, 6, WIDTH, generator=torch.Generator(torch.get_default_device()).manual_seed(0)
+        )
         cache.update(held, held, 0)
         return self.step(ids, score, cache)
 

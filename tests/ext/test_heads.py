@@ -27,7 +27,7 @@ def test_trained_as_peft_trains_each_alone(case: str, steps: int, tmp_path: Path
     base = build().eval()
     model = mx.convert_model(copy.deepcopy(base), copy.deepcopy(configs), seed=5)
     start = {name: adapter_state(model, name) for name in configs}
-    draw = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
+    draw = torch.Generator(torch.get_default_device()).manual_seed(int(torch.randint(2**31, ())))
     data = {name: [batch(base, draw) for _ in range(steps)] for name in configs}
     for name in configs:
         mx.save_adapter(model, name, tmp_path / name)

@@ -41,7 +41,7 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
 
 def trained(model: nn.Module, parameters: list[nn.Parameter], names: list[str] | None) -> list[float]:
     """The losses of samples that belong to the adapter `own`; the others train on their own samples."""
-    draw, losses = torch.Generator().manual_seed(3), []
+    draw, losses = torch.Generator(torch.get_default_device()).manual_seed(3), []
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, eps=STEADY_EPSILON)
     for _ in range(STEPS):
         ids = torch.randint(2, VOCABULARY, (5, 7), generator=draw)

@@ -41,7 +41,7 @@ def four_bits(kind: str, **options: Any) -> Callable[[nn.Linear], nn.Module]:
             plain.in_features, plain.out_features, plain.bias is not None, quant_type=kind, **options
         )
         layer.load_state_dict(plain.state_dict())
-        return layer.to("cpu")
+        return layer.to(torch.get_default_device())
 
     return make
 
@@ -51,7 +51,7 @@ def eight_bits(plain: nn.Linear) -> nn.Module:
         plain.in_features, plain.out_features, plain.bias is not None, has_fp16_weights=False
     )
     layer.load_state_dict(plain.state_dict())
-    return layer.to("cpu")
+    return layer.to(torch.get_default_device())
 
 
 def by_torchao(make_config: Callable[[], Any]) -> Callable[[nn.Linear], nn.Module]:
@@ -87,7 +87,9 @@ def converted(kind: str, d_in: int = 128, d_out: int = 96, bias: bool = True) ->
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_products_are_those_of_the_library(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole, and in blocks of rows that do not divide the layer."""
+    """Whole, and in blocks of rows that do not divide the layer; a GPU has no blocks."""
+    if kind == "int8" and torch.get_default_device().type == "cuda":
+        pytest.skip("bitsandbytes' own layer quantises x there")
     model, theirs = converted(kind)
     layer, x = model[0], torch.randn(9, 128, requires_grad=True)
     y = theirs(x)
@@ -100,7 +102,7 @@ def test_products_are_those_of_the_library(kind: str, monkeypatch: pytest.Monkey
         (found,) = torch.autograd.grad(ours.square().sum(), x)
         assert_same_up_to_rounding(found, dx, "dx")
         held = largest_dequantised(layer.frozen, x.detach(), monkeypatch)
-        assert held <= most // (128 * 4)
+        assert held <= (most // (128 * 4) if x.device.type == "cpu" else 96)
     half = torch.randn(9, 128, dtype=torch.bfloat16)
     exact = half.double() @ layer.frozen.dense().double().t()
     assert_same_up_to_rounding(layer.frozen.matmul(half).double(), exact, "bf16", 1e-2)

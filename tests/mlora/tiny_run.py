@@ -1,6 +1,7 @@
 """A base model of a few thousand weights with a byte-level tokenizer, and runs over it."""
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import yaml
 from mlora.files.run_folder import read_metrics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+DEVICE = os.environ.get("MLORA_TESTS_DEVICE", "cpu")
+"""Where runs train whose test does not say it."""
 
 
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -70,8 +74,9 @@ def run_data(base: Path, folder: Path, **changes: Any) -> dict[str, Any]:
         "base_model": str(base),
         "output_dir": str(folder / "run"),
         "seed": 3,
-        "device": "cpu",
-        "base_gemm": "aten",  # else each process measures which library is faster, and they round differently
+        "device": DEVICE,
+        # else each process measures which library is faster, and they round differently
+        "base_gemm": "aten" if DEVICE == "cpu" else None,
         "defaults": {"max_steps": 6, "learning_rate": 5e-3, "logging_steps": 2, "save_steps": 2},
         "datasets": [
             {"name": "one", "path": "one.jsonl", "format": "tokens"},

@@ -113,6 +113,10 @@ def product(a, b, sums, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
+    elif a.dtype == tl.float32:
+        # One chain of multiply-adds over all rows would lose digits, so each block is summed by itself. The
+        # option says nothing of fp32, but it keeps the compiler from making one chain of both sums.
+        return sums + tl.dot(a, b, input_precision="ieee", max_num_imprecise_acc=1)
     return tl.dot(a, b, sums, input_precision="ieee")
 
 

@@ -65,7 +65,9 @@ class TritonOperator:
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
         tables = plan_rows(rows_of(segments), sizes.rows, sizes.adapters)
         exact = replace(sizes, tiles=len(tables[0]), splits=len(tables[1]))
-        rows = torch.tensor([row for table in tables for row in table], dtype=torch.int32).view(-1, 4)
+        rows = torch.tensor([row for table in tables for row in table], dtype=torch.int32, device="cpu").view(
+            -1, 4
+        )
         return Plan(exact, to_device(rows, segments.device))
 
     def forward(

@@ -69,7 +69,7 @@ def save(
     _refuse_other_model(folder)
     if len(names) > 1 and "default" not in names:
         _clear_root(folder)
-    resumed = {_STEP: torch.tensor(router_of(model).step), **_trained_base(model, state_dict)}
+    resumed = {_STEP: torch.tensor(router_of(model).step, device="cpu"), **_trained_base(model, state_dict)}
     embeddings = resized_embeddings(model, state_dict)
     resumed |= {key: tensor.clone() for key, tensor in embeddings.items()}
     for name in names:

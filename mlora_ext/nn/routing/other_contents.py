@@ -57,7 +57,7 @@ def _with_noise(tensor: Tensor, samples: Tensor) -> Tensor:
     other = tensor.detach().clone()
     if not tensor.numel():
         return other
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     last = [torch.randn(size, generator=generator, device="cpu") for size in tensor.shape[1:][-2:]]
     noise = torch.outer(*last) if len(last) == 2 else last[0] if last else torch.ones((), device="cpu")
     low, high = tensor.detach().aminmax()
@@ -96,4 +96,4 @@ def special_tokens(module: nn.Module, kinds: tuple[str, ...] = ("",)) -> Tensor:
     for config in {id(config): config for config in configs}.values():
         if callable(getattr(config, "to_dict", None)):
             collect(config.to_dict())
-    return torch.tensor(sorted(found), dtype=torch.int64)
+    return torch.tensor(sorted(found), dtype=torch.int64, device="cpu")

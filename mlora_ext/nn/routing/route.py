@@ -94,7 +94,7 @@ class RouteTensors:
         if names not in self._subtracted:
             index = [self.names.index(name) for name in names]
             places = [index.index(i) if i in index else -1 for i in range(len(self.names))]
-            table = to_device(torch.tensor([*places, -1]), self.segments.device)
+            table = to_device(torch.tensor([*places, -1], device="cpu"), self.segments.device)
             segments = self.segments.clone()
             segments[:, 2] = table[self.segments[:, 2]]
             self._subtracted[names] = segments, -self.scaling[index]

@@ -97,7 +97,7 @@ def _make(active: RouteTensors, place: SampleDim | None, batch: int, lead: torch
         blocks = {o: [(b // each, e // each, 1) for b, e in runs[o]] for o in owners}
     device = active.segments.device
     index = {
-        owner: torch.cat([torch.arange(0), *(torch.arange(*block) for block in blocks[owner])])
+        owner: torch.cat([torch.arange(*block, device="cpu") for block in ((0, 0), *blocks[owner])])
         for owner in owners
     }
     order = torch.cat([index[owner] for owner in owners]).to(device)

@@ -60,7 +60,7 @@ class SampleDim(NamedTuple):
 
     def owners(self, shape: Sequence[int], batch: int) -> Tensor:
         """Returns `[rows]` int64: the sample of each row."""
-        index = torch.arange(shape[self.dim])
+        index = torch.arange(shape[self.dim], device="cpu")
         index = index % batch if self.order == "interleaved" else index // (shape[self.dim] // batch)
         ones = [1] * (len(shape) - 2 - self.dim)
         return index.view(-1, *ones).expand(shape[:-1]).flatten()

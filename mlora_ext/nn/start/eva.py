@@ -76,7 +76,9 @@ class Ranks:
     def _distributed(self, ratios: Mapping[str, Sequence[float]]) -> dict[str, int]:
         """Gives the whole budget to the components that explain most."""
         pairs = [(key, v) for key, first in self.firsts.items() for v in ratios[first][: self.most[first]]]
-        order = torch.tensor([value for _, value in pairs], dtype=torch.float64).argsort(descending=True)
+        order = torch.tensor([value for _, value in pairs], dtype=torch.float64, device="cpu").argsort(
+            descending=True
+        )
         total = sum(self.budget.values())
         counts = Counter(pairs[i][0] for i in order[:total].tolist())
         found = {key: counts.get(key, 0) for key in self.firsts}

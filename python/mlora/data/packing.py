@@ -40,7 +40,7 @@ class PackedRows:
         adapters = tuple(name for name in names if name != BASE)
         order = {name: index for index, name in enumerate(adapters)}
         layout = SegmentLayout.from_lengths(lengths, [order.get(name, -1) for name in names], row0)
-        positions = [torch.arange(length) for length in (0, *sequences)]
+        positions = [torch.arange(length, device="cpu") for length in (0, *sequences)]
         return cls(
             tuple(names),
             adapters,
@@ -85,8 +85,10 @@ class PackedBatch:
 
     def trained_lengths(self) -> list[list[int]]:
         """Returns, for each owner, the trained tokens of each of its sequences."""
-        ends = torch.tensor(self.sequences).cumsum(0)
-        counts = torch.searchsorted(self.rows, ends.to(self.rows.dtype)).diff(prepend=torch.zeros(1).long())
+        ends = torch.tensor(self.sequences, device="cpu").cumsum(0)
+        counts = torch.searchsorted(self.rows, ends.to(self.rows.dtype)).diff(
+            prepend=torch.zeros(1, dtype=torch.int64, device="cpu")
+        )
         found, begin = [], 0
         rest = list(zip(self.sequences, counts.tolist(), strict=True))
         for rows in self.lengths:
@@ -100,8 +102,10 @@ class PackedBatch:
 
     def rows_of_owners(self) -> list[int]:
         """Returns how many of `rows` each owner has."""
-        ends = torch.tensor(self.lengths).cumsum(0)
-        counts = torch.searchsorted(self.rows, ends.to(self.rows.dtype)).diff(prepend=torch.zeros(1).long())
+        ends = torch.tensor(self.lengths, device="cpu").cumsum(0)
+        counts = torch.searchsorted(self.rows, ends.to(self.rows.dtype)).diff(
+            prepend=torch.zeros(1, dtype=torch.int64, device="cpu")
+        )
         found: list[int] = counts.tolist()
         return found
 
@@ -150,14 +154,14 @@ def pack(
         lengths.append(len(ids) - begin)
         tokens[name] = lengths[-1] - labels[begin:].count(NOT_TRAINED)
     seen = tuple(0 if row0 is None else row0.get(name, 0) for name in names)
-    table = torch.tensor(labels, dtype=torch.int32)
+    table = torch.tensor(labels, dtype=torch.int32, device="cpu")
     rows = (table != NOT_TRAINED).nonzero().squeeze(1)
     return PackedBatch(
         names,
         tuple(lengths),
         seen,
         tuple(sequences),
-        torch.tensor([ids], dtype=torch.int64).to(device),
+        torch.tensor([ids], dtype=torch.int64, device="cpu").to(device),
         rows.to(torch.int32),
         table[rows],
         tokens,
@@ -199,8 +203,8 @@ def pack_prompts(
         tuple(sum(map(len, rows)) for rows in batches.values()),
         (0,) * len(names),
         tuple(sequences),
-        torch.tensor([ids], dtype=torch.int64).to(device),
-        torch.tensor(sequences, dtype=torch.int32).cumsum(0, dtype=torch.int32) - 1,
+        torch.tensor([ids], dtype=torch.int64, device="cpu").to(device),
+        torch.tensor(sequences, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32) - 1,
         None,
         dict.fromkeys(names, 0),
     )

@@ -67,8 +67,8 @@ def epoch_order(samples: int, seed: int, epoch: int) -> Tensor:
     """Returns the order of samples in an epoch, counted from 0: a permutation, int64."""
     import torch
 
-    generator = torch.Generator().manual_seed(task_seed(seed, f"epoch {epoch}"))
-    return torch.randperm(samples, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(task_seed(seed, f"epoch {epoch}"))
+    return torch.randperm(samples, generator=generator, device="cpu")
 
 
 def task_seed(seed: int, name: str) -> int:

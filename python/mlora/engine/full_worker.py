@@ -87,7 +87,7 @@ class FullAdamW(Optimizer):
             if self._named[name].grad is not None:
                 self._submit(name, self.planned)
         self._squares, self.planned = self.adamw.finish(), None
-        return torch.tensor(self._squares, dtype=torch.float64)
+        return torch.tensor(self._squares, dtype=torch.float64, device="cpu")
 
     def apply(self, update: Update) -> None:
         """Makes an update, unless it was made during the backward pass; drops the gradients."""

@@ -355,7 +355,7 @@ class StageWorker(Hooks, nn.Module):
 
     def _observe(self, name: str, rows: Sequence[bool] | None, share: float) -> None:
         """Shows the active route to an adapter's initialisation."""
-        self._statistics[name].take(None if rows is None else torch.tensor(rows), share)
+        self._statistics[name].take(None if rows is None else torch.tensor(rows, device="cpu"), share)
         active = router_of(self.base.model).active
         assert active is not None
         active.observe(self._statistics[name])

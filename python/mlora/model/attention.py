@@ -52,7 +52,7 @@ class PackedSequences:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device | str) -> PackedSequences:
-        ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        ends = torch.tensor((0, *lengths), dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         return cls(lengths, ends.to(device))
 
     def seen(self, length: int, window: int | None) -> Tensor:

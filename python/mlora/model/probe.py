@@ -80,12 +80,12 @@ def _inputs(
 
     The hidden states are small, as embeddings are, so that what the blocks add to them counts.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     ids = [torch.randint(base.vocab_size, (1, n), generator=generator).to(device) for n in lengths]
     if base.span is None or base.span.is_first:
         return ids, None
     dtype = next(p.dtype for p in base.model.parameters() if not p.is_meta)
-    states = [0.1 * torch.randn(n, base.hidden_size, generator=generator) for n in lengths]
+    states = [0.1 * torch.randn(n, base.hidden_size, generator=generator, device="cpu") for n in lengths]
     return ids, [state.to(device, dtype) for state in states]
 
 
@@ -121,7 +121,7 @@ def _hidden(base: BaseModel, output: Tensor) -> Tensor:
 def _check_cut(base: BaseModel, state: Tensor) -> None:
     """Checks that the stage's blocks read the hidden state only, not the embedding or earlier blocks."""
     assert base.cut is not None
-    noise = torch.Generator().manual_seed(1)
+    noise = torch.Generator("cpu").manual_seed(1)
     try:
         zeros = base.cut.call(base.body, None, state, use_cache=False)[0]
         other = base.cut.call(base.body, None, state, noise=noise, use_cache=False)[0]

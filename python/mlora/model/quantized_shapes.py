@@ -70,7 +70,7 @@ class ShapedWeight(QuantizedWeight):
         self._device = torch.device("cpu")
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(end - begin, self._shape[1], dtype=dtype)
+        return torch.empty(end - begin, self._shape[1], dtype=dtype, device="cpu")
 
 
 def shapes_of_model(model: PreTrainedModel) -> dict[str, ShapedWeight]:

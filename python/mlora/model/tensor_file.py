@@ -79,7 +79,7 @@ class TensorFile(AbstractContextManager["TensorFile"]):
         shape, dtype = entry["shape"], _DTYPES[entry["dtype"]]
         place, end = (self._begin + offset for offset in entry["data_offsets"])
         if place == end:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         size = end - place
         buffer = mmap.mmap(-1, size) if size >= _LARGE else bytearray(size)
         view = memoryview(buffer)

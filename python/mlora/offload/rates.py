@@ -59,8 +59,11 @@ def measure_machine(disk: Disk) -> Machine:
 def _update_seconds() -> float:
     """Returns the seconds of one thread for each weight of an update."""
     count = 1 << 20
-    tensors = [torch.zeros(count) for _ in range(3)]
-    gradient, copy = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.bfloat16)
+    tensors = [torch.zeros(count, device="cpu") for _ in range(3)]
+    gradient, copy = (
+        torch.zeros(count, dtype=torch.bfloat16, device="cpu"),
+        torch.zeros(count, dtype=torch.bfloat16, device="cpu"),
+    )
     begin = time.perf_counter()
     lists = [[tensor] for tensor in (gradient, *tensors, copy)]
     torch.ops.mlora_ext.adamw(*lists, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1, 1.0, False, 1)

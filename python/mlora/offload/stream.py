@@ -21,7 +21,7 @@ _POISON = 0xFF  # as bytes of fp32, bf16 and fp16: NaN
 
 def stand_in(tensor: Tensor) -> Tensor:
     """Returns one NaN with the shape and dtype of a tensor, which takes no memory."""
-    return torch.full((), float("nan"), dtype=tensor.dtype).expand(tensor.shape)
+    return torch.full((), float("nan"), dtype=tensor.dtype, device="cpu").expand(tensor.shape)
 
 
 @dataclass(eq=False)

@@ -50,7 +50,7 @@ class AdamW(Optimizer):
         """Updates Parameters by gradients, first and second moments; returns what `step` returns."""
         gradients, parameters, first, second = tensors
         torch._foreach_mul_(gradients, scale)
-        counts = list(torch.full((len(parameters),), float(steps)).unbind())
+        counts = list(torch.full((len(parameters),), float(steps), device="cpu").unbind())
         values = self._torch_values(learning_rate, decay)
         adamw(parameters, gradients, first, second, [], counts, foreach=True, **values)
         return None

@@ -156,10 +156,10 @@ class Optimizer(ABC):
         """Returns the sum of the squares of the gradients: `[]` fp64, on their device."""
         gradients = list(self.gradients().values())
         if not gradients:
-            return torch.zeros((), dtype=torch.float64)
+            return torch.zeros((), dtype=torch.float64, device="cpu")
         if self.compiled:
             found = torch.ops.mlora_ext.squares(gradients, 0)
-            return torch.full((), found, dtype=torch.float64)
+            return torch.full((), found, dtype=torch.float64, device="cpu")
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).double().square()
 
     @torch.no_grad()

@@ -37,7 +37,7 @@ def _of_transformers(config: OptimConfig) -> Callable[[int], float]:
 
     scheduler = get_scheduler(
         config.lr_scheduler_type,
-        torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate),
+        torch.optim.SGD([torch.zeros(1, device="cpu")], lr=config.learning_rate),
         num_warmup_steps=config.warmup_steps,
         num_training_steps=config.total_steps,
         scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),

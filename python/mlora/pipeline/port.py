@@ -132,7 +132,7 @@ class WirePort(Port):
                 self.sent += tensor.nbytes
 
     def read(self) -> tuple[int, Message | None]:
-        head = torch.empty(_HEAD, dtype=torch.uint8)
+        head = torch.empty(_HEAD, dtype=torch.uint8, device="cpu")
         self._wire.receive([head])
         self.began = time.monotonic_ns()
         length, credit = _PREFIX.unpack_from(head.numpy().data)
@@ -140,7 +140,7 @@ class WirePort(Port):
             return credit, None
         end = _PREFIX.size + length
         if end > _HEAD:
-            rest = torch.empty(end - _HEAD, dtype=torch.uint8)
+            rest = torch.empty(end - _HEAD, dtype=torch.uint8, device="cpu")
             self._wire.receive([rest])
             head = torch.cat([head, rest])
         with self._entered():
@@ -157,7 +157,9 @@ class WirePort(Port):
             if on_gpu and self._nccl is not None:
                 found.append(torch.empty(shape, dtype=dtype, device=self._device))
             else:
-                found.append(torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None))
+                found.append(
+                    torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
+                )
                 beside.append(as_bytes(found[-1]))
         self._wire.receive(beside)
         for tensor, (_, _, on_gpu) in zip(found, expected, strict=True):
@@ -168,7 +170,7 @@ class WirePort(Port):
     def _on_host(self, tensor: Tensor) -> Tensor:
         """Returns a GPU tensor in pinned host memory, after the copy has ended."""
         assert self._stream is not None
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._stream)
         self._stream.synchronize()

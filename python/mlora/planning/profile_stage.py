@@ -181,8 +181,8 @@ class _Profile:
         return Cost(seconds, weights, activations)
 
     def _states(self) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        states = torch.randn(self._rows, self.base.hidden_size, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(0)
+        states = torch.randn(self._rows, self.base.hidden_size, generator=generator, device="cpu")
         return states.to(self._device, self._dtype)
 
     def _run(self, span: Span, given: Tensor) -> Tensor:

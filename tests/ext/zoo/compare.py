@@ -208,7 +208,7 @@ def _loss(outputs: Sequence[Tensor], places: Iterable[int]) -> Tensor:
     """A weighted sum, whose weights are a function of the sample's place and the output's."""
     terms = []
     for index, place in enumerate(places):
-        generator = torch.Generator().manual_seed(place)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(place)
         terms += [(t[index] * torch.randn(t[index].shape, generator=generator)).sum() for t in outputs]
     return torch.stack(terms).sum()
 
