@@ -2,6 +2,7 @@
 
     python bench/bench_quantized.py            # 2 threads
     python bench/bench_quantized.py --quick
+    python bench/bench_quantized.py --device cuda   # bf16, wider layers
 
 Both quantise the same Llama of random weights with bitsandbytes (nf4, double quantisation). A step is
 forward, backward, clipping and fused AdamW for every adapter on its own batch. PEFT keeps its adapters on one
@@ -38,6 +39,7 @@ from transformers import AutoModelForCausalLM
 VOCABULARY = 4096
 SHAPE = ModelShape(1024, 2816, heads=16, kv_heads=16, layers=2, vocabulary=VOCABULARY)
 NF4 = QuantizationConfig(method="bnb-nf4", double_quant=True)
+ON_A_GPU = ModelShape(4096, 11008, heads=32, kv_heads=32, layers=2, vocabulary=VOCABULARY)
 SETTINGS: list[tuple[str, int, int, int]] = [
     ("equal", 1, 32, 7),
     ("equal", 2, 64, 5),
@@ -46,6 +48,12 @@ SETTINGS: list[tuple[str, int, int, int]] = [
     ("mixed", 8, 128, 2),
 ]
 """Lengths, sequences of an adapter, tokens of the longest one, timed rounds."""
+GPU_SETTINGS: list[tuple[str, int, int, int]] = [
+    ("equal", 1, 256, 15),
+    ("equal", 2, 1024, 15),
+    ("equal", 8, 1024, 7),
+    ("mixed", 8, 1024, 7),
+]
 MUST = 1.8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -64,10 +72,10 @@ def batches(kind: str, adapters: int, sequences: int, longest: int) -> list[list
 
 
 def ours(
-    folder: Path, data: list[list[list[int]]], dtype: torch.dtype, quantized: bool = True
+    folder: Path, data: list[list[list[int]]], dtype: torch.dtype, device: str, quantized: bool = True
 ) -> tuple[Engine, Callable[[], None]]:
     """One step of all adapters together."""
-    engine = Engine(folder, dtype=dtype, quantization=NF4 if quantized else None)
+    engine = Engine(folder, device=device, dtype=dtype, quantization=NF4 if quantized else None)
     named = {}
     for index, rows in enumerate(data):
         optim = OptimConfig(1e-4, "adamw_torch_fused", lr_scheduler_type="constant")
@@ -82,10 +90,12 @@ def ours(
     return engine, step
 
 
-def peft(folder: Path, data: list[list[list[int]]], dtype: torch.dtype) -> Callable[[], None]:
+def peft(folder: Path, data: list[list[list[int]]], dtype: torch.dtype, device: str) -> Callable[[], None]:
     """One step of each adapter, one after the other, over one base."""
     how = transformers_config(NF4, dtype)
-    base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=dtype)
+    base = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=how, dtype=dtype, device_map={"": device}
+    )
     names = [f"adapter{index}" for index in range(len(data))]
     model = get_peft_model(base, lora(), adapter_name=names[0])
     for name in names[1:]:
@@ -95,7 +105,7 @@ def peft(folder: Path, data: list[list[list[int]]], dtype: torch.dtype) -> Calla
     for name, rows in zip(names, data, strict=True):
         mine = [p for key, p in model.named_parameters() if f".{name}." in key]
         work.append(
-            (name, mine, torch.optim.AdamW(mine, lr=1e-4, weight_decay=0.0, fused=True), padded(rows))
+            (name, mine, torch.optim.AdamW(mine, lr=1e-4, weight_decay=0.0, fused=True), padded(rows, device))
         )
 
     def step() -> None:
@@ -109,11 +119,11 @@ def peft(folder: Path, data: list[list[list[int]]], dtype: torch.dtype) -> Calla
     return step
 
 
-def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+def padded(rows: list[list[int]], device: str) -> dict[str, torch.Tensor]:
     """A batch as Transformers' collator makes it; without a mask if there is nothing to mask."""
     longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
     if mask.all():
         return {"input_ids": ids, "labels": ids}
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -127,21 +137,27 @@ def in_turn(cases: dict[str, Callable[[], None]], rounds: int) -> dict[str, tupl
         for name, case in cases.items():
             start, begin = time.perf_counter(), time.process_time()
             case()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             if turn:
                 wall[name].append(time.perf_counter() - start)
                 cpu[name].append(time.process_time() - begin)
     return {name: (statistics.median(wall[name]), statistics.median(cpu[name])) for name in cases}
 
 
-def speed(folder: Path, adapters: int, quick: bool) -> list[dict[str, Any]]:
+def speed(folder: Path, adapters: int, quick: bool, device: str) -> list[dict[str, Any]]:
     """Every setting in every dtype."""
     rows = []
-    for dtype_name, dtype in DTYPES.items():
-        for kind, sequences, longest, rounds in SETTINGS[:1] if quick else SETTINGS:
+    on_cpu = device == "cpu"
+    settings = SETTINGS if on_cpu else GPU_SETTINGS
+    for dtype_name, dtype in list(DTYPES.items())[0 if on_cpu else 1 :]:
+        for kind, sequences, longest, rounds in settings[:1] if quick else settings:
             data = batches(kind, adapters, sequences, longest)
-            engine, step = ours(folder, data, dtype)
+            engine, step = ours(folder, data, dtype, device)
+            turns = 1 if quick else rounds
             with machine.OtherProcesses() as others:
-                found = in_turn({"peft": peft(folder, data, dtype), "ours": step}, 1 if quick else rounds)
+                cases = {"peft": peft(folder, data, dtype, device), "ours": step}
+                found = in_turn(cases, turns)
             engine.close()
             tokens = sum(len(row) for each in data for row in each)
             row = {
@@ -172,7 +188,7 @@ def speed(folder: Path, adapters: int, quick: bool) -> list[dict[str, Any]]:
 def memory(folder: Path, adapters: int) -> dict[str, Any]:
     """The base's bytes, and the peak of a step over it and over plain weights."""
     data = batches("equal", adapters, 1, 32)
-    (nf4, step), (plain, plain_step) = (ours(folder, data, torch.float32, q) for q in (True, False))
+    (nf4, step), (plain, plain_step) = (ours(folder, data, torch.float32, "cpu", q) for q in (True, False))
     layers = [m for m in nf4.model.modules() if hasattr(m, "frozen")]
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     for one in (step, plain_step):
@@ -200,18 +216,24 @@ def memory(folder: Path, adapters: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print, and write `results/quantized-cpu.json`."""
+    """Run, print, and write `results/quantized-<device>.json`."""
     parser = documented_parser(__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--adapters", type=int, default=4)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="one setting; nothing is written")
     arguments = parser.parse_args()
     start_quietly(arguments.threads)
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        random_llama(SHAPE, max_position_embeddings=512).save_pretrained(folder)
-        peaks = memory(folder, arguments.adapters)
-        rows = speed(folder, arguments.adapters, arguments.quick)
+        if arguments.device == "cpu":
+            random_llama(SHAPE, max_position_embeddings=512).save_pretrained(folder)
+            found = {"memory": memory(folder, arguments.adapters)}
+        else:
+            with torch.device(arguments.device):
+                random_llama(ON_A_GPU, max_position_embeddings=1024).bfloat16().save_pretrained(folder)
+            found = {}
+        found["speed"] = speed(folder, arguments.adapters, arguments.quick, arguments.device)
     if not arguments.quick:
-        machine.write("quantized-cpu", {"speed": rows, "memory": peaks})
+        machine.write(f"quantized-{arguments.device}", found)

@@ -111,7 +111,7 @@ class OurDropout(nn.Module):
         self.p, self.place = p, {"seed": seed, "step": step, "layer": layer}
 
     def forward(self, x: Tensor) -> Tensor:
-        keep = philox_mask(*x.shape, p=self.p, **self.place)
+        keep = philox_mask(*x.shape, p=self.p, **self.place, device=x.device)
         return torch.where(keep, x / (1 - round(self.p * 65536) / 65536), 0)
 
 
@@ -293,7 +293,7 @@ def test_autocast_and_a_bf16_base_are_near_fp32() -> None:
     model, _ = net_of()
     x = torch.randn(sum(LENGTHS), 20)
     expected = results(model, model, x)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         got = results(model, model, x)
     assert got[0].dtype == torch.bfloat16
     for index, (one, other) in enumerate(zip(got, expected, strict=True)):

