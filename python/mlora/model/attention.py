@@ -8,6 +8,7 @@ Shapes: T packed rows, H query heads, K key and value heads, N sequences of equa
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import groupby
 from typing import Any
 
@@ -189,18 +190,14 @@ def _varlen(
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     longest, ends = max(sequences.lengths), sequences.cu_seq_lens
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        ends,
-        ends,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    how: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            how["enable_gqa"] = True
+        else:  # torch 2.11 asks for as many heads of keys as of queries
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    window_size = (-1 if window is None else window - 1, 0)
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window_size, **how)
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)
 

@@ -81,7 +81,9 @@ def _inputs(
     The hidden states are small, as embeddings are, so that what the blocks add to them counts.
     """
     generator = torch.Generator("cpu").manual_seed(0)
-    ids = [torch.randint(base.vocab_size, (1, n), generator=generator, device="cpu").to(device) for n in lengths]
+    ids = [
+        torch.randint(base.vocab_size, (1, n), generator=generator, device="cpu").to(device) for n in lengths
+    ]
     if base.span is None or base.span.is_first:
         return ids, None
     dtype = next(p.dtype for p in base.model.parameters() if not p.is_meta)

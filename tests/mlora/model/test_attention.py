@@ -9,6 +9,7 @@ from mlora.model import attention
 from mlora.model.attention import PackedSequences, packed_attention
 from tiny_models import FAMILIES, VOCABULARY, WINDOW, make
 from torch import nn
+from torch.nn.attention import varlen
 
 LENGTHS = ((4, 9, 9, 9, 1, 13), (7, 7, 7))
 
@@ -44,6 +45,80 @@ def test_gradients_through_packed_attention(family: str) -> None:
     packed_hidden(engine, ids).backward(upstream)
     torch.cat([plain.base_model(input_ids=row[None])[0][0] for row in ids]).backward(upstream)
     assert (got.grad - own.grad).abs().max() <= 1e-4 * own.grad.abs().max()
+
+
+def attended(
+    heads: tuple[int, int], window: int | None, dtype: torch.dtype, device: str
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Results and gradients of packed attention over random rows, and of eager attention in fp64."""
+    lengths = LENGTHS[0]
+    sequences = PackedSequences.of(lengths, device)
+    rows = [torch.randn(1, h, sum(lengths), 16, device=device).to(dtype) for h in (*heads, heads[1])]
+    upstream = torch.randn(1, sum(lengths), heads[0], 16, device=device).to(dtype)
+    rows = [row.requires_grad_() for row in rows]
+    got, _ = packed_attention(
+        nn.Module(), *rows, None, packed_sequences=sequences, scaling=0.3, sliding_window=window
+    )
+    found = [got, *torch.autograd.grad(got, rows, upstream)]
+    wide = [row.detach().double().requires_grad_() for row in rows]
+    parts = []
+    for q, k, v in zip(*(row.split(lengths, dim=2) for row in wide), strict=True):
+        k, v = (x.repeat_interleave(heads[0] // heads[1], dim=1) for x in (k, v))
+        seen = sequences.seen(q.shape[2], window)
+        parts.append((0.3 * q @ k.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ v)
+    exact = torch.cat(parts, dim=2).transpose(1, 2)
+    return found, [exact, *torch.autograd.grad(exact, wide, upstream.double())]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("groups", [True, False], ids=["torch 2.13", "torch 2.11"])
+def test_flash_attention_is_called_as_each_torch_has_it(
+    groups: bool, heads: tuple[int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in with the signature of PyTorch's function, which needs a GPU."""
+
+    def attend(q, k, v, ends, ends_k, max_q, max_k, scale, window_size, enable_gqa=False):
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        assert ends is ends_k
+        assert max_q == max_k == max(LENGTHS[0])
+        assert window_size == (-1 if window is None else window - 1, 0)
+        outs = []
+        for each in zip(*(x.split(LENGTHS[0]) for x in (q, k, v)), strict=True):
+            query, key, value = (x.transpose(0, 1)[None] for x in each)
+            seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+            seen = seen if window is None else seen.triu(1 - window)
+            how = {"attn_mask": seen, "scale": scale, "enable_gqa": enable_gqa}
+            outs.append(nn.functional.scaled_dot_product_attention(query, key, value, **how)[0])
+        return torch.cat(outs, dim=1).transpose(0, 1)
+
+    def of_2_11(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
+        return_aux=None, scale=None, window_size=(-1, -1),
+    ):  # fmt: skip
+        return attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+
+    def of_2_13(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *,
+        return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False, seqused_k=None,
+        block_table=None, num_splits=None,
+    ):  # fmt: skip
+        return attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa)
+
+    monkeypatch.setattr(varlen, "varlen_attn", of_2_13 if groups else of_2_11)
+    monkeypatch.setattr(attention, "_flash_serves", lambda query, value: True)
+    for got, exact in zip(*attended(heads, window, torch.float32, "cpu"), strict=True):
+        assert (got - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_attention_on_a_gpu(heads: tuple[int, int], window: int | None, dtype: torch.dtype) -> None:
+    for got, exact in zip(*attended(heads, window, dtype, "cuda"), strict=True):
+        most = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}[dtype]
+        assert (got - exact).abs().max() <= most * exact.abs().max()
 
 
 def test_sinks_equal_transformers_eager_attention() -> None:
