@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # Build, test and measure on a machine with a CUDA GPU, in under nine minutes, offline.
 #
-#   bench/gpu.sh [--device cuda|cpu] [--python PYTHON] [--commit TEXT] OUT_FOLDER
+#   bench/gpu.sh [--device cuda|cpu] [--python PYTHON] [--commit TEXT] [--phases "NAME,..."] OUT_FOLDER
 #
 # Builds for the present GPU only, into this checkout; runs the GPU tests, compute-sanitizer where it is there,
 # and the benchmarks. Needs Python with torch >= 2.11, triton, transformers, peft, pytest, pytest-timeout, and
 # what builds: nvcc, a C++ compiler, cmake, ninja, setuptools, pybind11; the phase "memory limit" also needs the
 # rest of what pyproject.toml lists for mlora. A phase that fails or runs out of time
 # stops none after it; the exit code is 1 then, and the table at the end says which. `--device cpu` goes
-# through the same phases on the CPU with tiny sizes, to try this script: its figures show nothing.
+# through the same phases on the CPU with tiny sizes, to try this script: its figures show nothing. `--phases
+# "build,tests"` goes through these phases only; the table at the end has their names.
 set -euo pipefail
 
-device=cuda python=python3 commit="" out=""
+device=cuda python=python3 commit="" out="" phases=""
 usage() { echo "bench/gpu.sh: $1; usage: $(sed -n '4s/^# *//p' "$0")" >&2; exit 2; }
 help() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0; }
 while [ $# -gt 0 ]; do
@@ -19,12 +20,18 @@ while [ $# -gt 0 ]; do
     --device) [ $# -ge 2 ] || usage "--device: expected a value"; device=$2; shift 2 ;;
     --python) [ $# -ge 2 ] || usage "--python: expected a value"; python=$2; shift 2 ;;
     --commit) [ $# -ge 2 ] || usage "--commit: expected a value"; commit=$2; shift 2 ;;
+    --phases) [ $# -ge 2 ] || usage "--phases: expected a value"; phases=$2; shift 2 ;;
     -h | --help) help ;;
     -*) usage "$1: no such option" ;;
     *) [ -z "$out" ] || usage "expected one folder, got $out and $1"; out=$1; shift ;;
   esac
 done
 [ -n "$out" ] || usage "expected a folder for the results"
+known="build,odd shapes,tests,kinds of adapters,runs,memory limit,pipeline,launches,suite,tests of the suite,memcheck,racecheck"
+IFS=, read -ra chosen <<<"$phases"
+for name in "${chosen[@]}"; do
+  [[ ",$known," == *",$name,"* ]] || usage "--phases: no phase '$name'; there are $known"
+done
 case "$device" in cuda | cpu) ;; *) usage "--device: expected cuda or cpu, got ${device:-nothing}" ;; esac
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -47,6 +54,9 @@ note() { table+=("$(printf '%-22s %-8s %4ss  %s' "$1" "$2" "$3" "$4")"); }
 phase() {
   local name=$1 budget=$2 log=$3 begin=$SECONDS left=$((deadline - SECONDS)) code=0 lines
   shift 3
+  if [ -n "$phases" ] && [[ ",$phases," != *",${name%% sm_*},"* ]]; then
+    return 0
+  fi
   [ "$budget" -lt "$left" ] || budget=$left
   if [ "$budget" -lt 5 ]; then
     failed=1
@@ -72,6 +82,9 @@ phase() {
 sanitizer() {
   local log="$out/sanitizer.log" lines left=$((deadline - SECONDS))
   : >>"$log"
+  if [ -n "$phases" ] && [[ ",$phases," != *",$1,"* ]]; then
+    return
+  fi
   if ! command -v compute-sanitizer >/dev/null; then
     note "$1" "NOT RUN" 0 "compute-sanitizer is not on PATH"
     return
@@ -122,7 +135,7 @@ if [ "$device" = cuda ]; then
 fi
 about="commit $commit"$'\n'"$about"
 echo "$about"
-for name in build.log tests.log sanitizer.log pipeline.log suite.log suite.json suite.txt suite.png summary.txt; do
+for name in build.log tests.log sanitizer.log pipeline.log launches.txt suite.log suite.json suite.txt suite.png summary.txt; do
   rm -f "${out:?}/$name"
 done
 
@@ -142,7 +155,15 @@ if [ "$device" = cuda ]; then
   # ends by itself before its limit, so that failures are told of; cuBLAS repeats its bits, for tests that
   # switch on PyTorch's deterministic mode
   phase tests 150 "$out/tests.log" env CUBLAS_WORKSPACE_CONFIG=:4096:8 "$python" -m pytest \
-    -m gpu --timeout 120 --session-timeout 135 -rfEs "${parallel[@]}" --continue-on-collection-errors tests/ext tests/cuda || true
+    -m gpu --timeout 120 --session-timeout 135 -rfEs "${parallel[@]}" --continue-on-collection-errors \
+    tests/ext tests/cuda tests/mlora/model tests/mlora/files || true
+  # tests that say nothing of a device, on this one: adapters of every kind, and whole runs
+  phase "kinds of adapters" 90 "$out/tests.log" env CUBLAS_WORKSPACE_CONFIG=:4096:8 "$python" -m pytest --device cuda \
+    -m "not nightly and not gpu" --session-timeout 80 -rfE "${parallel[@]}" tests/ext/test_{mixed_kinds,initialisations}.py \
+    tests/ext/test_{heads,experts,target_parameters,lora_fa,row_norms,kinds_in_folders,quantized_bases}.py || true
+  phase "runs" 90 "$out/tests.log" env MLORA_TESTS_DEVICE=cuda CUBLAS_WORKSPACE_CONFIG=:4096:8 "$python" -m pytest \
+    -m "not nightly and not gpu" --session-timeout 80 -rfE "${parallel[@]}" \
+    tests/mlora/run/test_{all_kinds,trained_heads,run_initialisations,quantized_runs}.py || true
   # apart from the others: it bounds its process's allocator, and needs what mlora itself needs
   phase "memory limit" 60 "$out/tests.log" "$python" -m pytest -m gpu --session-timeout 50 -rfEs -s \
     tests/mlora/planning/test_limit_gpu.py || true
@@ -157,6 +178,10 @@ else
   phase "pipeline" 60 "$out/pipeline.log" "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
     bench/pipeline_overlap.py --device cpu --out "$out/pipeline" || true
   options=(linears adapters ablation --quick --rounds 1 --layouts balanced --threads 1)
+fi
+
+if [ "$device" = cuda ]; then
+  phase "launches" 60 "$out/launches.txt" "$python" bench/gpu_launches.py || true
 fi
 
 # ends by itself before its limit, so that the last rows and the figure are written

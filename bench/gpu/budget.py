@@ -20,8 +20,9 @@ ISSUE = 0.7 * 132 * 4 * 1.755e9
 """Instructions of warps a second: seven tenths of what 132 multiprocessors can issue."""
 GAP = 1e-6
 """Seconds from one of our launches to the next."""
-ADDED = 0.7
-"""Share of the time of its bytes that a frozen product takes longer if it adds to what is there."""
+ADDED = 0.0
+"""Share of the time of its bytes that a frozen product takes longer if it adds to what is there: on an H100
+products of 8192 rows took as long either way (`bench/results/gpu-h100/launches.txt`)."""
 TWICE = 0.3
 """Share of dy that comes from memory twice."""
 EXTENSION = 64

@@ -33,7 +33,7 @@ __device__ inline void start_with_bias(Delta& sum, const T* bias, int columns) {
 // Blocks of a multiprocessor whose registers suffice without spilling. A third one paid on an H100: 29.7 to
 // 28.4 us for 8192 x 4096 and rank 16.
 template <int kRanks>
-constexpr int kBlocks = kRanks <= 32 ? 3 : 2;
+constexpr int kBlocks = kRanks <= 16 ? 3 : 2;
 
 // Panels are launches one after the other: the later ones add to what the first has written.
 template <typename T, int kRanks, bool kAligned>

@@ -25,7 +25,7 @@ template <typename T, int kRanks, int kLayers, Masks kMasks>
 constexpr int kBlocks = sizeof(T) == 4 || kRanks > 64 || (kLayers > 1 && kLayers * kRanks > 48) ||
                                 (kNeedsMore && kRanks > 32 && kMasks == Masks::kDrawn)
                             ? 1
-                        : kRanks <= 32 && kLayers == 1 && kMasks == Masks::kNone ? 3
+                        : kRanks <= 16 && kLayers == 1 && kMasks == Masks::kNone ? 3
                                                                                  : 2;
 
 template <typename T, int kRanks, int kLayers, Masks kMasks, bool kAligned>
