@@ -56,6 +56,10 @@ def test_sanitize_checks_and_can_fail(
         (["a", "b"], "expected one folder, got a and b"),
         (["--devic", "cpu", "a"], "--devic: no such option"),
         (["a", "--python"], "--python: expected a value"),
+        (
+            ["--phases", "build,testing", "a"],
+            "--phases: no phase 'testing'; there are build,odd shapes,tests",
+        ),
     ],
 )
 def test_script_refuses(arguments: list[str], expected: str, tmp_path: Path) -> None:
@@ -141,17 +145,19 @@ def test_script_for_a_gpu_with_stand_ins(cuda_build: int, tmp_path: Path) -> Non
     assert programs == [
         ("", "bench/sanitize.py"),
         ("", "-c"),
-        ("", "-m"),
-        ("", "-m"),
-        ("", "-m"),
+        *[("", "-m")] * 5,
+        ("", "bench/gpu_launches.py"),
         ("", "bench/suite.py"),
         ("", "-m"),
         ("1", "bench/sanitize.py"),
     ]
-    _, _, tests, limit, pipeline, suite, suite_tests, sanitizer = [
+    _, _, tests, kinds, runs, limit, pipeline, _, suite, suite_tests, sanitizer = [
         command for *_, command in calls[len(builds) :]
     ]
     assert tests.startswith("-m pytest -m gpu ")
+    assert kinds.startswith("-m pytest --device cuda -m not nightly and not gpu ")
+    assert "tests/mlora/run/test_all_kinds.py" in runs
+    assert all((ROOT / path).exists() for path in (kinds + " " + runs).split() if path.startswith("tests/"))
     assert limit.endswith("tests/mlora/planning/test_limit_gpu.py")
     assert "--nproc-per-node 2 bench/pipeline_overlap.py --out" in pipeline
     assert suite.startswith("bench/suite.py linears adapters decoder ablation operators step --check")
