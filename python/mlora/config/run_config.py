@@ -38,7 +38,7 @@ from mlora.config.strict import (
     wrong_keys,
 )
 from mlora.config.sweep_config import SweepConfig
-from mlora.objectives.options import BASE_ROWS, ObjectiveError
+from mlora.objectives.options import BASE_ROWS, START, ObjectiveError
 from mlora.objectives.registry import (
     CROSS_ENTROPY,
     name_of,
@@ -415,8 +415,11 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
             f"must be at least 2 for objective {name}, whose KL term pairs prompts with completions of other "
             "samples of the batch",
         )
-    if (reference := reference_of(adapter.objective)) not in (None, BASE_ROWS):
-        yield "objective.reference", f"a run compares with {BASE_ROWS} only, got {reference!r}"
+    reference = reference_of(adapter.objective)
+    if reference not in (None, BASE_ROWS, START):
+        yield "objective.reference", f"expected {BASE_ROWS} or {START}, got {reference!r}"
+    elif reference == START and adapter.init_from is None:
+        yield "objective.reference", f"{START}: add init_from, whose weights it compares with"
     found = formats.get(str(adapter.eval_dataset), WITH_PROMPTS[0])
     if adapter.eval_exact_match and found not in WITH_PROMPTS:
         kinds = " or ".join(WITH_PROMPTS)

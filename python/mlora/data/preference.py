@@ -8,6 +8,7 @@ from typing import Any
 
 from mlora.data.record import NOT_TRAINED, Sample
 from mlora.objectives.objective import Objective
+from mlora.objectives.options import owner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +124,9 @@ def joined(name: str, samples: Sequence[Any], objective: Objective) -> list[Any]
 
 
 def _sequences(name: str, samples: Sequence[Any], objective: Objective) -> list[Any]:
-    if objective.reference is None:
+    owner = owner_of(objective.reference, name)
+    if owner is None:
         return list(samples)
-    owner = objective.reference
     return [JointSample(s.sequences, tuple((owner, part) for part in s.sequences), s.facts) for s in samples]
 
 
@@ -134,7 +135,7 @@ def _pairs(name: str, samples: Sequence[Pair], objective: Objective) -> list[Any
     share = len(samples) / max(1, sum(chosen.trained_tokens for chosen in trained))
     found = []
     for pair, chosen in zip(samples, trained, strict=True):
-        owner = objective.reference
+        owner = owner_of(objective.reference, name)
         silent = () if owner is None else ((owner, chosen), (owner, pair.rejected))
         facts = (_labels(pair.chosen), _labels(pair.rejected), share)
         found.append(JointSample((chosen, pair.rejected), silent, facts))
@@ -146,14 +147,15 @@ def _judged(name: str, samples: Sequence[Judged], objective: Objective) -> list[
         return []
     own = [each.sample for each in samples]
     silent: list[tuple[str, Sample]] = []
-    if objective.reference is not None:
-        silent += [(objective.reference, sample) for sample in own]
+    owner = owner_of(objective.reference, name)
+    if owner is not None:
+        silent += [(owner, sample) for sample in own]
     if objective.mismatched:
         # TRL's batches are rotated by one: the completion of the sample before, the last one for the first
         before = [samples[-1], *samples[:-1]]
         others = [one.followed_by(other.completion) for one, other in zip(samples, before, strict=True)]
         silent += [(name, other) for other in others]
-        silent += [(str(objective.reference), other) for other in others]
+        silent += [(str(owner), other) for other in others]
     labels = tuple(float(each.desirable) for each in samples)
     return [JointSample(tuple(own), tuple(silent), labels, len(own))]
 

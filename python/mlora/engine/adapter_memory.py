@@ -40,6 +40,7 @@ class _Known:
     states: list[States]
     longest: int
     silent: bool = False  # whether it has sequences that are run without gradient, such as references
+    beside: tuple[int, ...] = ()  # bytes at each stage of the weights that it began with, if they stay
 
     @cached_property
     def key(self) -> tuple[tuple[str, int], ...]:
@@ -57,19 +58,26 @@ class AdapterMemory:
         self._known: dict[str, _Known] = {}
 
     def know(
-        self, name: str, lora: LoraConfig, optim: OptimConfig, longest: int, *, silent: bool = False
+        self,
+        name: str,
+        lora: LoraConfig,
+        optim: OptimConfig,
+        longest: int,
+        *,
+        silent: bool = False,
+        twice: bool = False,
     ) -> None:
         """Takes in an adapter whose longest sequence will have `longest` rows; most other methods need this.
 
         One of EVA counts with the most ranks that it can get. `silent`: some of its sequences are run
-        without gradient.
+        without gradient. `twice`: the weights that it began with stay beside it.
 
         Raises ValueError if the adapter cannot be put on the base.
         """
         lora = without_data(lora)
-        self._known[name] = _Known(
-            lora, [stage.states(lora, optim) for stage in self._stages], longest, silent
-        )
+        states = [stage.states(lora, optim) for stage in self._stages]
+        beside = tuple(twice * (state.weights + state.gradients) for state in states)
+        self._known[name] = _Known(lora, states, longest, silent, beside)
         self.estimate.forget_keys()
 
     def forget(self, name: str) -> None:
@@ -91,15 +99,19 @@ class AdapterMemory:
         That includes the copy that a checkpoint writes, or what the optimizer takes for a moment if that is
         more.
         """
-        return tuple(state.total + max(state.total, state.update) for state in self._known[name].states)
+        return self._with_those_beside(name, lambda state: state.total + max(state.total, state.update))
 
     def begun(self, name: str) -> tuple[int, ...]:
         """Returns the bytes of an adapter's weights and gradients at each stage."""
-        return tuple(state.weights + state.gradients for state in self._known[name].states)
+        return self._with_those_beside(name, lambda state: state.weights + state.gradients)
 
     def at_rest(self, name: str) -> tuple[int, ...]:
         """Returns the bytes of an adapter's states at each stage between micro-batches."""
-        return tuple(state.total for state in self._known[name].states)
+        return self._with_those_beside(name, lambda state: state.total)
+
+    def _with_those_beside(self, name: str, size: Callable[[States], int]) -> tuple[int, ...]:
+        known = self._known[name]
+        return tuple(size(state) + more for state, more in zip(known.states, known.beside, strict=True))
 
     def moments(self, name: str) -> tuple[int, ...]:
         """Returns the bytes of an adapter's optimizer states at each stage."""

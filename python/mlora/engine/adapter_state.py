@@ -93,6 +93,7 @@ class AdapterState:
         objective: what it is trained for.
         objective_spec: what the last stage makes the objective of: plain values.
         labels: the number of labels of its classifier; None: it predicts tokens.
+        start: the name under which the weights that it began with stay beside it, for its objective; or None.
         steps: optimizer steps, taken or skipped.
         units: what divides its gradient, since the last step.
         rows: rows since the last step.
@@ -108,6 +109,7 @@ class AdapterState:
     objective: Objective = field(default_factory=CrossEntropy)
     objective_spec: Any = CROSS_ENTROPY
     labels: int | None = None
+    start: str | None = None
     steps: int = 0
     units: int = 0
     rows: int = 0

@@ -18,6 +18,7 @@ from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
 from mlora.engine.stage_group import StageGroup
 from mlora.memory.estimate import MemorySample
 from mlora.objectives.objective import CrossEntropy, Objective
+from mlora.objectives.options import owner_of
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.pipeline.order import ALONE, RoundPosition
 
@@ -339,9 +340,10 @@ class Batcher:
 
     def _check_reference(self, name: str, objective: Objective) -> None:
         """Raises ValueError if the adapter that an objective compares with is not beside this one."""
-        if objective.reference in (None, BASE):
+        owner = owner_of(objective.reference, name)
+        if owner in (None, BASE):
             return
-        known = self._states.get(str(objective.reference))
+        known = self._states.get(str(owner))
         if known is None or known.replica != self._states[name].replica:
             raise ValueError(
                 f"adapter {name!r}: objective.reference: no adapter {objective.reference!r} on this engine"

@@ -34,7 +34,7 @@ from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton
 from mlora.model.task_heads import labels_of
 from mlora.objectives.objective import Objective
-from mlora.objectives.options import ObjectiveError
+from mlora.objectives.options import START, ObjectiveError, owner_of
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of, resolved
 from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.forecast_lines import Forecast
@@ -178,7 +178,8 @@ class Engine(Batcher):
     @property
     def adapters(self) -> list[str]:
         """Names of the adapters, in the order in which they were created."""
-        return list(self._states)
+        starts = {state.start for state in self._states.values()}
+        return [name for name in self._states if name not in starts]
 
     @property
     def idle(self) -> bool:
@@ -370,6 +371,8 @@ class Engine(Batcher):
         seed = self.seed if seed is None else seed
         more: dict[str, Any] = {"objective": objective, "seed": seed, "replica": replica}
         self._put(name, lora, optim, init_from=init_from, **more)
+        if self._states[name].objective.reference == START:
+            self._put_start_beside(name, optim, init_from)
         config = router_of(self.registry).adapters[name].config
         if not needs_data(config) or start_batches is None or init_from is not None:
             return
@@ -390,6 +393,16 @@ class Engine(Batcher):
                     passes.ask("end")
             unless_started.pop_all()
 
+    def _put_start_beside(self, name: str, optim: OptimConfig, folder: Any) -> None:
+        """Puts the weights that an adapter starts from beside it; nobody trains them."""
+        own, start = self._states[name], str(owner_of(START, name))
+        with ExitStack() as unless_put:
+            unless_put.callback(self.remove_adapter, name)
+            more: dict[str, Any] = {"seed": 0, "replica": own.replica, "init_from": folder}
+            self._put(start, None, optim, objective=CROSS_ENTROPY, **more)
+            unless_put.pop_all()
+        own.start = start
+
     def _put(
         self,
         name: str,
@@ -405,6 +418,8 @@ class Engine(Batcher):
         rule = StepRule(optim)
         optimizer_kind(optim.optim).check(optim.optim, self.device)
         made, spec = self._objective(name, objective)
+        if made.reference == START and init_from is None:
+            raise ObjectiveError(f"{START}: give init_from, whose weights it compares with", ("reference",))
         if lora is not None and lora.inference_mode:
             raise ValueError(
                 f"adapter {name!r}: inference_mode=True: an engine trains its adapters; leave it out"
@@ -460,7 +475,9 @@ class Engine(Batcher):
         Raises:
             ValueError: if there is no adapter of this name, or a batch of it is under way.
         """
-        self._states.of(name)
+        start = self._states.at_rest(name).start
+        if start is not None:
+            self.remove_adapter(start)
         self._control("remove", name)
         if self.registry is not self.model:
             mlora_ext.remove_adapter(self.registry, name)

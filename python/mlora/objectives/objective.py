@@ -76,8 +76,8 @@ class Objective:
             the completion tokens of both, and the batch's pairs over its trained tokens of chosen sequences.
             `judged`: `mlora.data.preference.Judged`; all of a batch are one sample, and the facts are its
             labels, 1 for desirable.
-        reference: whose log-probabilities of the same sequences it reads: `__base__`, or the name of an
-            adapter; None = it reads none.
+        reference: whose log-probabilities of the same sequences it reads: `__base__`, the name of an adapter,
+            or `init_from`, the weights that its own adapter starts from; None = it reads none.
         trains_prompts: whether the prompts of chosen sequences are trained, too.
         mismatched: whether it also reads log-probabilities of each prompt with the completion of the sample
             before it in the batch, of the adapter and of the reference, as KTO does.

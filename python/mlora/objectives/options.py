@@ -7,10 +7,16 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 BASE_ROWS = "__base__"  # the owner of rows without an adapter
+START = "init_from"  # as a reference: the weights that an adapter starts from
 
 
 Takes = Literal["sequences", "pairs", "judged"]
 """What samples an objective takes: single sequences, preference pairs, or completions judged good or bad."""
+
+
+def owner_of(reference: str | None, name: str) -> str | None:
+    """Returns whose rows an adapter compares with; ``init_from`` has an owner for each adapter."""
+    return f"{name}__{START}__" if reference == START else reference
 
 
 class ObjectiveError(ValueError):
@@ -34,7 +40,7 @@ class Options(BaseModel):
 
 
 class DpoOptions(Options):
-    """``DPOConfig``; ``reference`` names the adapter whose log-probabilities are compared with."""
+    """``DPOConfig``; ``reference``: whose log-probabilities are compared with, see `Objective`."""
 
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"

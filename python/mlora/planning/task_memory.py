@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.memory_limit import Candidate
+from mlora.objectives.options import START
 from mlora.scheduler import MemoryNeed
 from mlora.tasks.task import Task
 from mlora_ext.nn.interop.read_folder import read_config
@@ -29,7 +30,8 @@ class TaskMemory:
         lora = task.lora or read_config(Path(str(task.config.init_from)))
         samples = [*task.data.samples, *(task.eval_data.samples if task.eval_data else ())]
         longest, silent = max(task.lengths(samples)), task.objective.reference is not None
-        self._adapters.know(task.name, lora, task.optim, longest, silent=silent)
+        twice = task.objective.reference == START
+        self._adapters.know(task.name, lora, task.optim, longest, silent=silent, twice=twice)
 
     def need(self, task: Task, arrival: int) -> MemoryNeed:
         """Returns the scheduler's view of a known task; see `memory_need`."""

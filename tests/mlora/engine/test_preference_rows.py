@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlora.engine.stage_worker
@@ -17,6 +19,7 @@ from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions, spans_of
 from mlora.objectives.custom import CustomLoss
 from mlora.objectives.objective import LogProbs
+from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import objective_of
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
@@ -274,6 +277,38 @@ def test_another_adapter_is_the_reference() -> None:
         ValueError, match=r"adapter 'new': objective\.reference: no adapter 'old' on this engine"
     ):
         engine.forward_backward({"new": data})
+
+
+def test_the_start_is_the_reference(tmp_path: Path) -> None:
+    """As another adapter with the same weights is; it goes when its adapter goes, and nobody sees it."""
+    engine = Engine(make("llama"), seed=1)
+    engine.create_adapter("old", LoraConfig(**LORA), OPTIM)
+    engine.save("old", tmp_path)
+    for name, reference in (("named", "old"), ("own", "init_from")):
+        spec = {"name": "dpo", "beta": 0.3, "reference": reference}
+        engine.create_adapter(name, None, OPTIM, objective=spec, init_from=tmp_path, seed=4)
+    data = pairs(3, 1)
+    assert engine.evaluate({"own": data})["own"].loss == pytest.approx(math.log(2))
+    for step in range(3):
+        found = engine.forward_backward({name: data for name in ("named", "own")})
+        if step:
+            assert found["own"].metrics["rewards/margins"] > 0
+        assert found["own"].loss == pytest.approx(found["named"].loss, rel=1e-6)
+        for name in found:
+            engine.optim_step(name)
+    assert engine.adapters == ["old", "named", "own"]
+    assert len(router_of(engine.model).adapters) == 4
+    state = engine.state_dict("own")
+    engine.remove_adapter("own")
+    assert list(router_of(engine.model).adapters) == ["old", "named"]
+    spec = {"name": "dpo", "beta": 0.3, "reference": "init_from"}
+    engine.create_adapter("own", None, OPTIM, objective=spec, init_from=tmp_path, seed=4)
+    engine.load_state_dict("own", state)
+    again = engine.evaluate({name: data for name in ("named", "own")})
+    assert again["own"].loss == pytest.approx(again["named"].loss, rel=1e-6)
+    with pytest.raises(ObjectiveError, match=r"objective\.reference: init_from: give init_from"):
+        engine.create_adapter("new", LoraConfig(**LORA), OPTIM, objective=spec)
+    assert engine.adapters == ["old", "named", "own"]
 
 
 def test_evaluation_reports_the_same() -> None:

@@ -20,7 +20,7 @@ from mlora.data.dataset import load_dataset
 from mlora.data.preference import joined
 from mlora.files.run_folder import read_metrics
 from mlora.objectives.registry import objective_of, style_of
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -98,7 +98,7 @@ def by_trl(
         options = {"loss_type": "simpo", "cpo_alpha": 0.0, **options}
     if name == "dpo" and "loss_type" in options:
         options = {**options, "loss_type": [options["loss_type"]]}
-    accumulation = fields.pop("gradient_accumulation_steps", 1)
+    accumulation, from_start = fields.pop("gradient_accumulation_steps", 1), fields.pop("from_start", False)
     args = config(
         str(folder),
         max_steps=STEPS,
@@ -117,15 +117,14 @@ def by_trl(
         dataloader_pin_memory=False,
         **{"max_length": 64, **options, **fields},
     )
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    trainer = trainer_kind(
-        model=AutoModelForCausalLM.from_pretrained(BASE),
-        args=args,
-        train_dataset=Dataset.from_list(lines),
-        processing_class=tokenizer,
-        peft_config=lora(),
-    )
-    set_peft_model_state_dict(trainer.model, load_file(initial / "adapter_model.safetensors"))
+    tokenizer, model = AutoTokenizer.from_pretrained(BASE), AutoModelForCausalLM.from_pretrained(BASE)
+    common = {"args": args, "train_dataset": Dataset.from_list(lines), "processing_class": tokenizer}
+    if from_start:
+        tuned = PeftModel.from_pretrained(model, initial, is_trainable=True)
+        trainer = trainer_kind(model=tuned, **common)
+    else:
+        trainer = trainer_kind(model=model, peft_config=lora(), **common)
+        set_peft_model_state_dict(trainer.model, load_file(initial / "adapter_model.safetensors"))
     seen: list[float] = []
     compute = trainer.compute_loss
 
@@ -218,6 +217,24 @@ def test_four_dpo_adapters_in_one_run_equal_four_trainers(initial: Path, tmp_pat
     for name, options in FOUR.items():
         found = by_trl("dpo", options, lines, initial, tmp_path / name)
         told(f"dpo {name}", check(run, name, found, initial))
+
+
+def test_the_start_as_reference_is_trls_for_an_adapter_that_was_trained(tmp_path: Path) -> None:
+    """TRL takes such an adapter as a PEFT model; beside it one that is compared with the base model."""
+    lines, tuned = pairs(40), tmp_path / "tuned"
+    config = lora()
+    config.init_lora_weights = False
+    torch.manual_seed(5)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(BASE), config).save_pretrained(tuned)
+    write(tmp_path / "pairs.jsonl", lines)
+    options = {"start": {"reference": "init_from"}, "base": {}}
+    adapters = [
+        {"name": name, "dataset": "pairs", "objective": {"name": "dpo", **more}}
+        for name, more in options.items()
+    ]
+    run = by_mlora(adapters, {"pairs": "preference"}, tuned, tmp_path)
+    found = by_trl("dpo", {}, lines, tuned, tmp_path / "trl", from_start=True)
+    told("dpo, start", check(run, "start", found, tuned))
 
 
 MIXED: dict[str, tuple[str, dict[str, Any]]] = {

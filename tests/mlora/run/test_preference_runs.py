@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,27 @@ def test_a_run_trains_and_resumes_bit_for_bit(tiny_base: Path, tmp_path: Path, s
     assert any("eval_logps/chosen" in line for line in kto)
 
 
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_the_start_as_reference_resumes_bit_for_bit(tiny_base: Path, tmp_path: Path, stages: int) -> None:
+    """DPO goes on from an adapter that a run has trained, and compares with it."""
+    data = preference_data(tiny_base, tmp_path, stages)
+    data["adapters"] = [data["adapters"][3] | {"name": "tuned"}]
+    assert mlora.train(resolve_config(data, folder=tmp_path)).status == "finished"
+    tuned = tmp_path / "run" / "adapters" / "tuned"
+    data = preference_data(tiny_base, tmp_path, stages, output_dir=str(tmp_path / "dpo"))
+    first = data["adapters"][0] | {"init_from": str(tuned), "lora": None}
+    start = {"objective": {"name": "dpo", "reference": "init_from"}}
+    data["adapters"] = [first | start, first | {"name": "second"}, first | start | {"name": "third"}]
+    run = train_and_resume(data, tmp_path)
+    losses = {}
+    for line in read_metrics(run / "metrics.jsonl"):
+        if "eval_loss" in line:
+            losses.setdefault(line["adapter"], []).append(line["eval_loss"])
+    assert losses["first"][0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses["second"][0] != pytest.approx(math.log(2), abs=1e-4)
+    assert losses["third"][-1] < math.log(2)
+
+
 @pytest.mark.nightly
 def test_stages_and_memory_do_not_matter(tiny_base: Path, tmp_path: Path) -> None:
     """Two stages, and a limit that cuts the batches, train as one stage does without a limit."""
@@ -121,7 +143,10 @@ def test_what_does_not_fit_is_refused_in_one_line(tiny_base: Path, tmp_path: Pat
         told(first, objective={"name": "dpo", "beta": 0}) == "objective.beta: must be greater than 0, got 0"
     )
     assert told(first, objective={"name": "dpo", "reference": "kto"}).startswith(
-        "objective.reference: a run compares with __base__ only, got 'kto'"
+        "objective.reference: expected __base__ or init_from, got 'kto'"
+    )
+    assert told(first, objective={"name": "dpo", "reference": "init_from"}) == (
+        "objective.reference: init_from: add init_from, whose weights it compares with"
     )
     assert told(kto, per_device_train_batch_size=1) == (
         "per_device_train_batch_size: must be at least 2 for objective kto, whose KL term pairs prompts with "
