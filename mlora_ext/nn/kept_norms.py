@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..adapters.kind import AdapterKind, LayerSpec
 from ..frozen.row_norms import row_norms, row_squares
@@ -129,9 +130,19 @@ class KeptNorms:
 
 
 def _own_tensors(layer: NormedLayer) -> list[Tensor]:
-    """Returns the tensors that the frozen weight may be made of: the layer's own."""
+    """Returns the tensors that the frozen weight may be made of: the layer's own, and their parts."""
     found = [*layer._parameters.values(), *layer._buffers.values()]
-    return [tensor for tensor in found if tensor is not None]
+    return [part for tensor in found if tensor is not None for part in _parts(tensor)]
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields a tensor, or those that it wraps, as torchao's quantised tensors do."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _parts(getattr(tensor, name))
 
 
 def _key(tensors: Sequence[Tensor]) -> Hashable | None:

@@ -160,6 +160,28 @@ def test_copies_casts_and_states(kind: str) -> None:
         assert half(torch.randn(7, 128).bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+def test_doras_norms_are_computed_once_for_each_step(kind: str) -> None:
+    model = nn.Sequential(LAYERS[kind](nn.Linear(128, 96)))
+    dora = LoraConfig(r=3, target_modules=["0"], use_dora=True, init_lora_weights=False)
+    mx.convert_model(model, {"a": dora})
+    norms = model[0].norms
+    adam = torch.optim.AdamW(mx.adapter_parameters(model, "a").values(), lr=0.1)
+    for step in range(2):
+        for _ in range(3):
+            with mx.route(model, mx.SegmentLayout.from_lengths([7]), names=["a"]):
+                model(torch.randn(7, 128)).sum().backward()
+        assert norms.computed == step + 1
+        adam.step()
+        adam.zero_grad()
+    w, kept = model[0].frozen.dense(), mx.adapter_parameters(model, "a")
+    with mx.route(model, mx.SegmentLayout.from_lengths([7]), names=["a"]):
+        model(torch.randn(7, 128))
+    a, b = (next(p for key, p in kept.items() if part in key) for part in ("lora_A", "lora_B"))
+    expected = torch.linalg.vector_norm(w.float() + 8 / 3 * (b @ a), dim=1)
+    assert_same_up_to_rounding(norms._kept["a"].norms.float(), expected, "norms")
+
+
 @pytest.mark.parametrize("kind", ["nf4", "nf4 twice"])
 def test_weights_that_an_evaluation_has_reordered(kind: str) -> None:
     """On processors with AVX512-BF16 bitsandbytes changes the order, and rounds scales, when it evaluates."""
