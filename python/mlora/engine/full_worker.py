@@ -18,6 +18,7 @@ from mlora.model.export import export_model
 from mlora.objectives.token_losses import Head
 from mlora.offload.options import STATE_BYTES, OffloadOptions
 from mlora.offload.planner.workload import Update as UpdateKind
+from mlora.optim.groups import layer_norms_among
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import Optimizer, Shapes, elements
 from mlora.optim.step_rule import Update
@@ -45,6 +46,8 @@ class FullAdamW(Optimizer):
 
         named = dict(base.model.named_parameters())
         super().__init__(named, config)
+        self.spare_layer_norms(layer_norms_among(named.values(), base.model))
+        self._places = {name: place for place, name in enumerate(named)}
         self.planned: Update | None = None
         self.drops = False
         self._named = named
@@ -118,7 +121,7 @@ class FullAdamW(Optimizer):
             beta1=config.adam_beta1,
             beta2=config.adam_beta2,
             eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
+            weight_decay=self.weight_decay([self._places[name]]),
             step=self.adamw.counts[name] + 1,
             scale=update.scale,
         )

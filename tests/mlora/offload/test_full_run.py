@@ -22,7 +22,7 @@ from mlora.optim.optim_config import OptimConfig
 from mlora.run.run import resume, train
 from tiny_models import samples
 from tiny_run import lines, run_data, save_base, weights
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 from tests.mlora.offload.families import FAMILIES
 from tests.mlora.offload.full_runs import BLOCKS, ON_DISK, assert_same, full_data, model_of, run_of
@@ -141,12 +141,19 @@ def test_a_disk_that_fills_while_the_model_is_written_leaves_nothing_of_it(
 @pytest.mark.parametrize("norm", [0.0, 1.0], ids=["active", "clipped"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_a_plain_loop_with_torchs_adamw(tmp_path: Path, family: str, norm: float) -> None:
-    """Over five steps in fp32, with the same batches."""
+    """Over five steps in fp32, with the same batches; biases and norms are not decayed, as in Trainer."""
     torch.manual_seed(3)
     FAMILIES[family]().save_pretrained(tmp_path / "base")
     batches = [samples(2, 9, seed=step) for step in range(5)]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    spared = [p for name, p in model.named_parameters() if name not in decayed]
+    assert spared
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if name in decayed], "weight_decay": 0.3},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
     expected = []
     for batch in batches:
         packed = pack({"all": batch})
@@ -166,7 +173,7 @@ def test_it_is_a_plain_loop_with_torchs_adamw(tmp_path: Path, family: str, norm:
     with FullEngine(tmp_path / "base", offload=offload) as engine:
         optim = OptimConfig(
             learning_rate=1e-3,
-            weight_decay=0.01,
+            weight_decay=0.3,
             max_grad_norm=norm,
             lr_scheduler_type="constant",
             total_steps=5,
