@@ -131,11 +131,13 @@ def _refuse_unserved(model: nn.Module, name: str, plan: Mapping[str, LayerSpec])
 def _refuse_plain_base(
     model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec]
 ) -> None:
-    """Raises ValueError for LoftQ over a base that is not quantised; layers on the meta device may be."""
-    if not needs_weights(config):
+    """Raises ValueError for LoftQ over a base that is not quantised.
+
+    A model with layers on the meta device is a piece of one, which cannot tell.
+    """
+    if not needs_weights(config) or any(parameter.is_meta for parameter in model.parameters()):
         return
-    modules = [model.get_submodule(key) for key in plan]
-    if not any(is_quantized(module) or any(p.is_meta for p in module.parameters()) for module in modules):
+    if not any(is_quantized(model.get_submodule(key)) for key in plan):
         raise ValueError(no_quantized_layer(name))
 
 
