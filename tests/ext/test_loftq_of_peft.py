@@ -42,6 +42,7 @@ METHODS: dict[str, Any] = {
     ),
     "fp4": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
     "int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "torchao float8": lambda: TorchAoConfig(ao.Float8WeightOnlyConfig()),
     "torchao int8": lambda: TorchAoConfig(ao.Int8WeightOnlyConfig()),
     "torchao int4": lambda: TorchAoConfig(
         ao.IntxWeightOnlyConfig(weight_dtype=getattr(torch, "int4"), granularity=ao.PerGroup(32))  # noqa: B009
