@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .kind import AdapterKind, LayerSpec, ParameterSpec
-from .lora_config import changes_base, check_config, init_kind
+from .lora_config import changes_base, check_config, init_kind, needs_weights
 from .peft_start import start_values
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ class Lora(AdapterKind):
     ) -> None:
         """Draws PEFT's initial values on the CPU in fp32: the same on any device and in any dtype.
 
-        Those of EVA need data: see `mlora_ext.initialise_from_data`.
+        Those of EVA need data: see `mlora_ext.initialise_from_data`. LoftQ's replace these in quantised
+        layers: see `mlora_ext.initialise_from_weights`.
         """
         a, b, how = own["lora_A"], own["lora_B"], init_kind(config)
         if how == "eva":
@@ -63,6 +64,12 @@ class Lora(AdapterKind):
                 bound = 1 / math.sqrt(b.shape[1])
                 values = torch.empty(b.shape, dtype=torch.float32, device="cpu")
                 b.copy_(values.uniform_(-bound, bound, generator=generator))
+
+    def exported_config(self, config: Any) -> Any:
+        """Returns the config without LoftQ, with which PEFT would quantise the base anew."""
+        if needs_weights(config):
+            config.init_lora_weights, config.loftq_config = True, {}
+        return config
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ _HONOURED = {
     "eva_config",
     "corda_config",
     "lora_ga_config",
+    "loftq_config",
     "modules_to_save",
     "trainable_token_indices",
 }
@@ -114,20 +115,15 @@ def check_config(name: str, config: LoraConfig, honoured: str = "") -> None:
 def _check_start(name: str, config: LoraConfig) -> None:
     """Refuses unsupported `init_lora_weights`, and settings of an initialisation that do not fit."""
     how = init_kind(config)
-    if how in (True, False, "gaussian", *START_VALUES) or changes_base(config):
+    if how in (True, False, "gaussian", *START_VALUES) or changes_base(config) or needs_weights(config):
         _check_settings(name, how, config)
         return
     reason = (
         "expected True, False, 'gaussian', 'orthogonal', 'eva', 'pissa', 'pissa_niter_<number>', 'olora', "
-        "'corda' or 'lora_ga'"
+        "'corda', 'lora_ga' or 'loftq'"
     )
     if how == "mica":
         reason = "with it PEFT never trains lora_B"
-    elif how == "loftq":
-        reason = (
-            "it replaces the base's weights by quantised ones, and an adapter over a shared base cannot hold "
-            "that change of full rank; use a quantised base with 'pissa' or plain LoRA"
-        )
     raise ValueError(
         f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} is not supported: {reason}"
     )
@@ -146,6 +142,8 @@ def _check_settings(name: str, how: Any, config: LoraConfig) -> None:
         raise ValueError(f"adapter {name!r}: init_lora_weights='lora_ga' needs lora_ga_config=LoraGAConfig()")
     if how == "corda":
         _check_corda(name, config)
+    if how == "loftq":
+        _check_loftq(name, config)
     if changes_base(config) and config.use_dora:
         raise ValueError(
             f"adapter {name!r}: use_dora is not supported with init_lora_weights={how!r}: the norms of DoRA "
@@ -169,6 +167,23 @@ def _check_corda(name: str, config: LoraConfig) -> None:
         )
 
 
+def _check_loftq(name: str, config: LoraConfig) -> None:
+    given: Any = config.loftq_config or {}
+    usual = {"loftq_bits": 4, "loftq_iter": 1}
+    if any(usual.get(key) != value for key, value in given.items()):
+        raise ValueError(
+            f"adapter {name!r}: loftq_config={given!r} is not supported: the base's weights are quantised "
+            "already, once, in bits of their own; use LoftQConfig()"
+        )
+    if not all((config.lora_alpha, *(config.alpha_pattern or {}).values())):
+        raise ValueError(f"adapter {name!r}: lora_alpha: init_lora_weights='loftq' needs another than 0")
+    if config.use_dora:
+        raise ValueError(
+            f"adapter {name!r}: use_dora is not supported with init_lora_weights='loftq': the norms of DoRA "
+            "would be those of the quantised base; use plain LoRA with it"
+        )
+
+
 def changes_base(config: LoraConfig) -> bool:
     """Whether PEFT changes base weights for this `init_lora_weights` such that an adapter can hold it."""
     how = init_kind(config)
@@ -178,6 +193,11 @@ def changes_base(config: LoraConfig) -> bool:
 def needs_data(config: LoraConfig) -> bool:
     """Whether the initial values depend on the adapter's data."""
     return init_kind(config) in NEEDS_DATA
+
+
+def needs_weights(config: LoraConfig) -> bool:
+    """Whether the initial values depend on the weights that the base had before it was quantised."""
+    return init_kind(config) == "loftq"
 
 
 def without_data(config: LoraConfig) -> LoraConfig:

@@ -13,6 +13,7 @@ from .interop.peft_model import from_peft
 from .linear import MultiLoRALinear
 from .routing.router import route
 from .start.from_data import initialise_from_data
+from .start.from_weights import initialise_from_weights
 
 __all__ = [
     "AdapterBank",
@@ -24,6 +25,7 @@ __all__ = [
     "disable_adapter",
     "from_peft",
     "initialise_from_data",
+    "initialise_from_weights",
     "load_adapter",
     "merge_and_unload",
     "pack_base",

@@ -118,7 +118,7 @@ def write_weights(model: nn.Module, name: str, layers: LayerWeights) -> None:
         for key, tensors in layers.items():
             for part, parameter in mine[key].parameters_of(name).items():
                 parameter.copy_(tensors[part])
-    router_of(model).adapters[name].awaits_data = False
+    router_of(model).adapters[name].awaits_start = False
 
 
 def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], layers: LayerWeights) -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from ..adapters.kind import LayerSpec
-from ..adapters.lora_config import check_name, needs_data
+from ..adapters.lora_config import check_name, needs_data, needs_weights
 from ..adapters.registry import kind_for
 from ..adapters.trained_parts import TRAINED_COPY
+from ..frozen.quantized.families import is_quantized
 from ..ops.functional import scaling_dtype
 from .adapter_layer import AdapterLayer, LayerPlace
 from .adapter_weights import adapter_layers
@@ -108,6 +109,7 @@ def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, L
     kind_for(name, config).check(name, config)
     plan = target_layers(model, name, config)
     _refuse_unserved(model, name, plan)
+    _refuse_plain_base(model, name, config, plan)
     refuse_conflicts(model, {name: plan})
     return plan
 
@@ -124,6 +126,28 @@ def _refuse_unserved(model: nn.Module, name: str, plan: Mapping[str, LayerSpec])
                 f"adapter {name!r}: layer {key} is of class {what}, which serves plain LoRA only, and this "
                 f"adapter is of kind {spec.kind!r}; leave the layer out of its targets"
             ) from error
+
+
+def _refuse_plain_base(
+    model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec]
+) -> None:
+    """Raises ValueError for LoftQ over a base that is not quantised.
+
+    A model with layers on the meta device is a piece of one, which cannot tell.
+    """
+    if not needs_weights(config) or any(parameter.is_meta for parameter in model.parameters()):
+        return
+    if not any(is_quantized(model.get_submodule(key)) for key in plan):
+        raise ValueError(no_quantized_layer(name))
+
+
+def no_quantized_layer(name: str) -> str:
+    """Returns why LoftQ does not serve an adapter whose layers have plain weights."""
+    return (
+        f"adapter {name!r}: init_lora_weights='loftq' needs a quantised base, and none of the adapter's "
+        "layers is quantised: over a plain base it replaces weights, which all adapters share; quantise the "
+        "base, or use 'pissa'"
+    )
 
 
 def convert_layers(
@@ -197,6 +221,7 @@ def _replace(model: nn.Module, wanted: type[AdapterLayer], place: LayerPlace) ->
 def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec], seed: int) -> None:
     """Gives an adapter its Parameters in converted layers; call `regroup` after the last adapter."""
     info = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"), seed)
+    awaits = needs_data(config) or needs_weights(config)
     for key, spec in plan.items():
         layer = model.get_submodule(key)
         assert isinstance(layer, AdapterLayer)
@@ -204,7 +229,7 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
         if spec.tied_to:
             assert isinstance(layer, RowSource)
             layer.tie(model.get_submodule(spec.tied_to))
-        info.awaits_data |= layer.frozen.device.type != "meta" and needs_data(config)
+        info.awaits_start |= layer.frozen.device.type != "meta" and awaits
     router_of(model).adapters[name] = info
 
 

@@ -68,7 +68,6 @@ def test_folders_over_another_base(how: str, tmp_path: Path) -> None:
     ("how", "fields", "message"),
     [
         ("mica", {}, "with it PEFT never trains lora_B"),
-        ("loftq", {"loftq_config": {"loftq_bits": 4}}, "it replaces the base's weights by quantised ones"),
         ("pissa_niter_x", {}, "expected True, False, 'gaussian', 'orthogonal', 'eva', 'pissa'"),
     ],
 )

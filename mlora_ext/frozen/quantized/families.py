@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..weight import FrozenWeight
 from . import bnb_4bit, bnb_int8, torchao
+from .blocks import QuantizedWeight
 
 Family = Literal["bnb-4bit", "bnb-int8", "torchao"]
 _LAYERS: dict[str, Family] = {"Linear4bit": "bnb-4bit", "Linear8bitLt": "bnb-int8"}
@@ -29,6 +30,11 @@ def family_of(module: nn.Module) -> Family | None:
             return None if weight.is_meta else _LAYERS[kind.__name__]
     data = type(weight.data)
     return "torchao" if data.__module__.startswith("torchao.") and type(module) is nn.Linear else None
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a linear layer, converted or not, has a quantised weight with numbers."""
+    return family_of(module) is not None or isinstance(getattr(module, "frozen", None), QuantizedWeight)
 
 
 def is_bitsandbytes(module: nn.Module) -> bool:

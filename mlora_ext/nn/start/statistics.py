@@ -97,7 +97,7 @@ class Statistics(ABC):
 
     def done(self) -> None:
         """Notes that the adapter has its initial values."""
-        self._info.awaits_data = False
+        self._info.awaits_start = False
 
     def _rows_of(self, x: Tensor) -> Tensor:
         """Returns the rows that count, `[T, D]`: all, where the layer's rows are not those of the batch."""

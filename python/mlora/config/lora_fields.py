@@ -135,13 +135,18 @@ def build_lora(values: dict[str, Any]) -> LoraConfig:
 
 
 def _settings(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings of an initialisation that looks at data, as PEFT's objects; default: PEFT's.
+    """Returns the settings of an initialisation, as PEFT's objects; default: PEFT's.
 
     ValueError for an unknown setting, which PEFT would ignore.
     """
     from peft.tuners.lora import config
 
-    kinds = {"eva": config.EvaConfig, "corda": config.CordaConfig, "lora_ga": config.LoraGAConfig}
+    kinds = {
+        "eva": config.EvaConfig,
+        "corda": config.CordaConfig,
+        "lora_ga": config.LoraGAConfig,
+        "loftq": config.LoftQConfig,
+    }
     found: dict[str, Any] = {}
     for how, kind in kinds.items():
         key = f"{how}_config"

@@ -1,4 +1,4 @@
-"""Initialises an adapter from its data on an engine, over any number of stages."""
+"""Initialises an adapter from its data or from original weights on an engine, over any number of stages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,43 @@ from mlora.data.record import Sample
 from mlora.model.task_heads import why_not_started
 from mlora_ext.adapters.lora_config import init_kind
 from mlora_ext.adapters.trained_parts import task_of
+from mlora_ext.nn.add_remove import no_quantized_layer
+from mlora_ext.nn.start.passes import initialise
+from mlora_ext.nn.start.statistics import start_specs
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+
+def start_from_weights(engine: Any, name: str, source: str) -> None:
+    """Gives an adapter of LoftQ its initial values: each stage reads the weights of its own layers.
+
+    Raises ValueError if the source lacks a weight or holds another one, or no layer is quantised.
+    """
+    answers = engine._control("start_from_weights", name, {"source": source})
+    faults = [answer["fault"] for answer in answers if "fault" in answer]
+    if not faults and not any(answer["layers"] for answer in answers):
+        faults = [no_quantized_layer(name)]
+    if faults:
+        raise ValueError(faults[0])
+
+
+def start_from_data(
+    engine: Any,
+    name: str,
+    config: LoraConfig,
+    batches: Sequence[Sequence[Any]],
+    put_again: Callable[[LoraConfig], None],
+) -> None:
+    """Gives an adapter initial values from passes of the base over its data; see `EnginePasses`."""
+    passes = EnginePasses(engine, name, config, batches, put_again)
+    specs = start_specs(engine.registry, name)
+    passes.ask("begin")
+    try:
+        initialise(name, config, specs, passes)
+    finally:
+        if name in engine.adapters:
+            passes.ask("end")
 
 
 class EnginePasses:

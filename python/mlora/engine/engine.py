@@ -20,7 +20,7 @@ from mlora.cluster.device import set_allocators
 from mlora.config.quantization_config import QuantizationConfig
 from mlora.config.sections import parse_size
 from mlora.engine.adapter_memory import AdapterMemory
-from mlora.engine.adapter_start import EnginePasses
+from mlora.engine.adapter_start import start_from_data, start_from_weights
 from mlora.engine.adapter_state import AdapterState, StepResult
 from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
 from mlora.engine.batcher import Batcher
@@ -44,13 +44,11 @@ from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
 from mlora.pipeline.trace import Entry
-from mlora_ext.adapters.lora_config import needs_data
+from mlora_ext.adapters.lora_config import needs_data, needs_weights
 from mlora_ext.frozen.base_gemm import base_gemm_of
 from mlora_ext.nn.adapter_weights import neutral_names
 from mlora_ext.nn.interop.read_folder import adapter_weights, read_config
 from mlora_ext.nn.routing.router import router_of
-from mlora_ext.nn.start.passes import initialise
-from mlora_ext.nn.start.statistics import start_specs
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -105,6 +103,7 @@ class Engine(Batcher):
             first one, and after adapters have come or gone.
         blocks: the number of decoder blocks of each stage, if there are several stages.
         alone: whether there is only one stage, in this process, so that `model` is whole.
+        source: the base model as it was given.
         registry: a model that knows the config, layers and shapes of all adapters, including those of other
             replicas.
         memory: what the limit leaves, and what adapters need of it; None = there is no limit.
@@ -162,7 +161,7 @@ class Engine(Batcher):
         self._part, self._spread, self.blocks = group.first, group.spread, list(group.blocks)
         self._last = group.last
         self._base = self._part.base
-        self.model = self._base.model
+        self.model, self.source = self._base.model, base_model
         self.alone = self.stages * self.replicas == 1
         self.registry: PreTrainedModel = self.model
         if self.replicas > 1:  # without any weight, so that adapters on it take no memory
@@ -333,6 +332,7 @@ class Engine(Batcher):
         seed: int | None = None,
         replica: int = 0,
         start_batches: Sequence[Sequence[Sample]] | None = None,
+        start_weights: str | os.PathLike[str] | None = None,
         num_labels: int | None = None,
     ) -> None:
         """Puts a new adapter on the base; others may be under way.
@@ -352,12 +352,15 @@ class Engine(Batcher):
             start_batches: micro-batches of its samples for an `init_lora_weights` that looks at data (eva,
                 corda, lora_ga). The base runs on them; CorDA takes each sample alone. Without them, such an
                 adapter needs `load_state_dict` before it is used.
+            start_weights: for `init_lora_weights="loftq"`: a folder or hub id with the weights that the base
+                had before it was quantised. Each stage reads those of its own layers, one at a time. Without
+                it, such an adapter needs `load_state_dict`, too.
 
         Raises:
             MemoryLimitError: if its states do not fit into `memory_limit`.
             ValueError: if the name is taken, a config is not supported, targets match nothing, the folder
                 does not fit, the optimizer does not serve the device or the adapter, or initial values cannot
-                be computed from `start_batches`.
+                be computed from `start_batches` or `start_weights`.
         """
         if name in self._states:
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
@@ -374,7 +377,7 @@ class Engine(Batcher):
         if self._states[name].objective.reference == START:
             self._put_start_beside(name, optim, init_from)
         config = router_of(self.registry).adapters[name].config
-        if not needs_data(config) or start_batches is None or init_from is not None:
+        if init_from is not None:
             return
 
         def put_again(other: LoraConfig) -> None:
@@ -383,14 +386,10 @@ class Engine(Batcher):
 
         with ExitStack() as unless_started:
             unless_started.callback(lambda: self.remove_adapter(name) if name in self._states else None)
-            passes = EnginePasses(self, name, config, start_batches, put_again)
-            specs = start_specs(self.registry, name)
-            passes.ask("begin")
-            try:
-                initialise(name, config, specs, passes)
-            finally:
-                if name in self._states:
-                    passes.ask("end")
+            if needs_data(config) and start_batches is not None:
+                start_from_data(self, name, config, start_batches, put_again)
+            if needs_weights(config) and start_weights is not None:
+                start_from_weights(self, name, os.fspath(start_weights))
             unless_started.pop_all()
 
     def _put_start_beside(self, name: str, optim: OptimConfig, folder: Any) -> None:

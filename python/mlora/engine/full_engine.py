@@ -47,6 +47,7 @@ class FullEngine(Engine):
         seed: int | None = None,
         replica: int = 0,
         start_batches: Sequence[Sequence[Sample]] | None = None,
+        start_weights: str | os.PathLike[str] | None = None,
         num_labels: int | None = None,
     ) -> None:
         """Begins the task that trains the model.
@@ -55,7 +56,8 @@ class FullEngine(Engine):
         """
         if self._states:
             raise ValueError(f"method: full trains one task at a time, and {next(iter(self._states))} is one")
-        if any(given is not None for given in (lora, init_from, start_batches, num_labels)):
+        adapters_own = (lora, init_from, start_batches, start_weights, num_labels)
+        if any(given is not None for given in adapters_own):
             raise ValueError("method: full has no adapters; give none of their settings")
         made, spec = self._objective(name, objective)
         if made.reference is not None:

@@ -20,6 +20,7 @@ from mlora.errors import first_line
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
+from mlora.model.original_weights import original_weights
 from mlora.model.task_heads import check_heads, label_adapters, prepare_head
 from mlora.objectives.objective import Objective
 from mlora.objectives.registry import objective_of
@@ -42,10 +43,11 @@ from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora.pipeline.trace import Trace
 from mlora_ext.frozen.base_gemm import set_base_gemm
-from mlora_ext.nn.adapter_weights import neutral_names, scalings, write_weights, written_marks
+from mlora_ext.nn.adapter_weights import adapter_layers, neutral_names, scalings, write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.interop.read_folder import read_config
 from mlora_ext.nn.routing.router import router_of
+from mlora_ext.nn.start.from_weights import start_from_weights
 from mlora_ext.nn.start.statistics import Statistics, statistics_of
 
 if TYPE_CHECKING:
@@ -136,6 +138,7 @@ class StageWorker(Hooks, nn.Module):
             "load": self._load,
             "weights": lambda name: adapter_state(self.base.model, name),
             "start": self._start,
+            "start_from_weights": self._start_from_weights,
             "base_gemm": lambda dtype, library: set_base_gemm({dtype: library}),
             "base_bytes": lambda: dataclasses.asdict(self.base.nbytes),
             "memory": lambda: used_memory(self.device),
@@ -221,6 +224,19 @@ class StageWorker(Hooks, nn.Module):
             return None
         return getattr(self._statistics[name], verb)(*arguments)
 
+    def _start_from_weights(self, name: str, source: str) -> dict[str, Any]:
+        """Gives an adapter LoftQ's values here; returns the number of layers, or what is wrong.
+
+        An error of a later stage would end all adapters.
+        """
+        model = self.base.model
+        try:
+            with ExitStack() as stack:
+                read = original_weights(model, source, adapter_layers(model, name), stack)
+                return {"layers": start_from_weights(model, name, read)}
+        except ValueError as error:
+            return {"fault": first_line(error)}
+
     def remove(self, name: str) -> None:
         """Forgets an adapter."""
         mlora_ext.remove_adapter(self.base.model, name)
@@ -261,7 +277,7 @@ class StageWorker(Hooks, nn.Module):
                     parameter.grad.copy_(state["gradients"][key])
         self._changed(name)
         router_of(self.base.model).adapters[name].seed = seed
-        router_of(self.base.model).adapters[name].awaits_data = False
+        router_of(self.base.model).adapters[name].awaits_start = False
 
     def _changed(self, name: str) -> None:
         """Notes that an adapter's weights were changed in place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -110,9 +110,14 @@ def _ties(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
         yield from ((name, other) for name in group for other in group if name != other)
 
 
-def targets_of(model: PreTrainedModel, keys: Iterable[str], names: dict[str, Tensor]) -> dict[str, str]:
+def targets_of(
+    model: PreTrainedModel,
+    keys: Iterable[str],
+    names: dict[str, Tensor],
+    mapping: Sequence[Any] | None = None,
+) -> dict[str, str]:
     """Returns the model's name for each checkpoint key; the first one if a conversion makes several."""
-    mapping = _conversions(model)
+    mapping = _conversions(model) if mapping is None else mapping
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     prefix, targets = model.base_model_prefix, {}
@@ -125,12 +130,24 @@ def targets_of(model: PreTrainedModel, keys: Iterable[str], names: dict[str, Ten
 
 def plain_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
     """Returns the model's name for each key whose tensor is loaded without a conversion."""
-    names = model.state_dict()
-    mapping = _conversions(model)
+    return _plain_keys(model, keys, model.state_dict(), _conversions(model))
+
+
+def original_keys(model: PreTrainedModel, keys: Iterable[str], layers: Iterable[str]) -> dict[str, str]:
+    """Returns the key of each layer's weight in the checkpoint of the model that was not quantised yet."""
+    names = {f"{layer}.weight": torch.empty(0, device="meta") for layer in layers}
+    mapping: Any = get_model_conversion_mapping(model)
+    found = _plain_keys(model, keys, names, mapping)
+    return {name.removesuffix(".weight"): key for key, name in found.items() if name in names}
+
+
+def _plain_keys(
+    model: PreTrainedModel, keys: Iterable[str], names: dict[str, Tensor], mapping: Sequence[Any]
+) -> dict[str, str]:
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     found = {}
-    for key, name in targets_of(model, keys, names).items():
+    for key, name in targets_of(model, keys, names, mapping).items():
         _, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
         if pattern is None:
             found[key] = name

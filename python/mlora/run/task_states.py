@@ -20,7 +20,7 @@ from mlora.errors import RunError, first_line
 from mlora.files.disk import write_tensors
 from mlora.files.state_files import best_file, read_state
 from mlora.tasks.task import Task
-from mlora_ext.adapters.lora_config import needs_data
+from mlora_ext.adapters.lora_config import needs_data, needs_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,8 @@ def restore_adapter(
 def _create_adapter(engine: Engine, task: Task, group: int, state: Mapping[str, Any] | None = None) -> None:
     """Creates a task's adapter as before its first step; groups go to the replicas in turn.
 
-    If a `state` will be loaded, the adapter gets its ranks, and no initial values that depend on data.
+    If a `state` will be loaded, the adapter gets its ranks, and no initial values that depend on data or on
+    weights in files.
     """
     lora = task.lora
     more: dict[str, Any] = {}
@@ -53,6 +54,8 @@ def _create_adapter(engine: Engine, task: Task, group: int, state: Mapping[str, 
         lora = lora_of(state["lora"])
     elif state is None and task.lora is not None and needs_data(task.lora):
         more = {"start_batches": task.start_batches()}
+    elif state is None and task.lora is not None and needs_weights(task.lora):
+        more = {"start_weights": engine.source}
     engine.create_adapter(
         task.name,
         lora,

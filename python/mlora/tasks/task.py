@@ -23,6 +23,7 @@ from mlora.objectives.registry import Style, objective_of, style_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.tasks.classifiers import check_classifier, has_text
 from mlora.tasks.init_from import check_init_from
+from mlora.tasks.originals import check_originals
 from mlora_ext.nn.interop.read_folder import read_config
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ class TaskBuilder:
                 lora = build_lora(adapter.lora or {})
             except ValueError as error:
                 raise RunError(f"lora: {first_line(error)}") from error
+            check_originals(lora, self._config, self._base)
         if lora is not None and adapter.num_labels is not None:
             lora.__dict__["num_labels"] = adapter.num_labels
         read = lora

@@ -15,7 +15,7 @@ from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions
 from mlora.optim.optim_config import OptimConfig
-from peft import EvaConfig, LoraConfig
+from peft import EvaConfig, LoftQConfig, LoraConfig
 from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 from safetensors.torch import load_file
 
@@ -172,3 +172,19 @@ def test_what_is_not_trained_has_no_optimizer_states(tiny_base: Path) -> None:
     state = engine.state_dict("a")
     assert {key for key in state["weights"] if ".lora_" in key} == set(state["moments"])
     assert len(state["weights"]) == 2 * len(state["moments"])
+
+
+def test_loftq_needs_a_quantised_base(tiny_base: Path, tmp_path: Path) -> None:
+    """PEFT's own way over a plain base would change the weights of all adapters."""
+    block = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "loftq"}
+    data = data_of(tiny_base, tmp_path, 1, lora=block)
+    (refused, other) = mlora.train(resolve_config(data, folder=tmp_path)).adapters.values()
+    assert (refused.state, other.state) == ("refused", "finished")
+    assert refused.message.startswith("lora: init_lora_weights='loftq' needs a quantised base: ")
+    assert refused.message.endswith("add quantization: {method: bnb-nf4}, or use 'pissa'")
+    for stages in (1, 2):
+        with Engine(make("llama"), stages=stages) as engine:
+            config = LoraConfig(**block, loftq_config=LoftQConfig())
+            with pytest.raises(ValueError, match=r"^adapter 'a': .* none of the adapter's layers is"):
+                engine.create_adapter("a", config, OptimConfig(total_steps=9), start_weights=tiny_base)
+            assert engine.adapters == []

@@ -1,0 +1,233 @@
+"""LoftQ over a base that is quantised in a simple way: its layers, its files, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mixtures import mixture
+from models import llama, token_ids
+from peft import LoftQConfig, LoraConfig
+from safetensors.torch import save_file
+from tolerances import assert_same_up_to_rounding
+from torch import Tensor, nn
+
+import mlora_ext as mx
+from mlora_ext.frozen.quantized.blocks import QuantizedWeight
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ROUGH = 0.25
+
+
+class Rounded(QuantizedWeight):
+    """W rounded to multiples of a quarter."""
+
+    def __init__(self, layer: Any) -> None:
+        numbers = (layer.frozen.dense() / ROUGH).round().to(torch.int8)
+        layer.register_buffer("rounded", numbers)
+        layer.weight = None
+        self._buffers = layer._buffers
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return tuple(self._buffers["rounded"].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return self._buffers["rounded"].device
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffers["rounded"].nbytes
+
+    def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        return self._buffers["rounded"][begin:end].to(dtype) * ROUGH
+
+
+def loftq(**fields: Any) -> LoraConfig:
+    given = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", **fields}
+    return LoraConfig(init_lora_weights="loftq", loftq_config=LoftQConfig(), **given)
+
+
+def rounded(base: nn.Module, **adapters: LoraConfig) -> nn.Module:
+    model = mx.convert_model(copy.deepcopy(base), {}, every_linear=True)
+    mx.set_frozen_weights(model, Rounded)
+    model.mlora_router.frozen_kind = None
+    for name, config in adapters.items():
+        mx.add_adapter(model, name, config)
+    return model
+
+
+def values(model: nn.Module, name: str = "own") -> dict[str, Tensor]:
+    return {key: p.detach().clone() for key, p in mx.adapter_parameters(model, name).items()}
+
+
+def test_only_the_adapter_changes_and_only_in_quantised_layers(tmp_path: Path) -> None:
+    """Embedding and head, which are not quantised, begin as plain LoRA."""
+    base, config = llama(), {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}
+    base.save_pretrained(tmp_path)
+    model = rounded(base, own=loftq(**config), other=LoraConfig(r=2, target_modules=["q_proj"]))
+    plain = rounded(base, own=LoraConfig(r=3, lora_alpha=6, **config))
+    others = {key: t.clone() for key, t in model.state_dict().items() if ".own." not in key}
+    mx.initialise_from_weights(model, "own", tmp_path)
+    expected, weights = values(plain), base.state_dict()
+    for key, value in values(model).items():
+        if "self_attn" not in key and "mlp" not in key:
+            assert torch.equal(value, expected[key]), key
+        elif "lora_A" in key:
+            layer = key.partition(".lora_A")[0]
+            error = weights[f"{layer}.weight"] - model.get_submodule(layer).frozen.dense()
+            product = 2 * values(model)[key.replace("lora_A", "lora_B")] @ value
+            left, singular = (error - product).norm().item(), torch.linalg.svdvals(error.double())
+            assert left == pytest.approx(singular[3:].norm().item(), rel=1e-5), layer
+    for key, tensor in others.items():
+        assert torch.equal(model.state_dict()[key], tensor), key
+
+
+def test_a_rank_above_the_width_makes_up_for_everything(tmp_path: Path) -> None:
+    base, ids = llama(), token_ids(2, 5)
+    base.save_pretrained(tmp_path)
+    model = rounded(base, own=loftq(r=40, lora_alpha=40))
+    mx.initialise_from_weights(model, "own", tmp_path)
+    assert mx.adapter_parameters(model, "own")["model.layers.0.mlp.up_proj.lora_A.own.weight"].shape[0] == 40
+    with torch.no_grad():
+        expected = base(input_ids=ids).logits
+        found = model(input_ids=ids).logits
+        assert (mx.convert_model(copy.deepcopy(base), {})(input_ids=ids).logits - expected).norm() == 0
+        assert (rounded(base)(input_ids=ids).logits - expected).norm() > 0.1 * expected.norm()
+    assert_same_up_to_rounding(found, expected, "logits", 1e-4)
+
+
+def test_layers_that_lost_nothing_begin_as_plain_lora(tmp_path: Path) -> None:
+    base = llama()
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.copy_((parameter / ROUGH).round() * ROUGH)
+    base.save_pretrained(tmp_path)
+    model = rounded(base, own=loftq())
+    before = values(model)
+    mx.initialise_from_weights(model, "own", tmp_path)
+    assert any(tensor.any() for tensor in before.values())
+    for key, tensor in values(model).items():
+        assert torch.equal(tensor, before[key]), key
+
+
+def test_names_with_and_without_the_base_models_prefix(tmp_path: Path) -> None:
+    base, found = llama(), []
+    base.save_pretrained(tmp_path / "head")
+    base.model.save_pretrained(tmp_path / "body")
+    for part, name in ((base, "head"), (base, "body"), (base.model, "head"), (base.model, "body")):
+        model = rounded(part, own=loftq(target_modules=["v_proj"]))
+        mx.initialise_from_weights(model, "own", tmp_path / name)
+        found.append(list(values(model).values()))
+    for tensors in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(tensors, found[0], strict=True))
+
+
+def test_experts_begin_as_plain_lora_beside_quantised_attention(tmp_path: Path) -> None:
+    """A mixture's experts are parameters of three dimensions, which stay as they are."""
+    base = mixture("mixtral")
+    base.save_pretrained(tmp_path)
+    fields = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    model = rounded(base, own=loftq(**fields))
+    before = values(model)
+    mx.initialise_from_weights(model, "own", tmp_path)
+    for key, tensor in values(model).items():
+        assert torch.equal(tensor, before[key]) == ("experts" in key), key
+    model(input_ids=token_ids(2, 5))
+
+
+def test_an_adapter_waits_for_the_weights(tmp_path: Path) -> None:
+    base, ids = llama(), token_ids(1, 5)
+    base.save_pretrained(tmp_path / "base")
+    model = rounded(base, own=loftq(), other=LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"needs the original weights; call mlora_ext\.initialise_from_weig"):
+        model(input_ids=ids, adapter_names=["own"])
+    model(input_ids=ids, adapter_names=["other"])
+    with pytest.raises(ValueError, match="adapter 'other': init_lora_weights=True needs no weights; expect"):
+        mx.initialise_from_weights(model, "other", tmp_path / "base")
+    with pytest.raises(ValueError, match="adapter 'own': init_lora_weights='loftq' needs no data"):
+        mx.initialise_from_data(model, "own", [{"input_ids": ids}])
+    mx.initialise_from_weights(model, "own", tmp_path / "base")
+    mx.save_adapter(model, "own", tmp_path / "own")
+    again = rounded(base, own=loftq())
+    mx.load_adapter(again, "own", tmp_path / "own")
+    with torch.no_grad():
+        expected = model(input_ids=ids, adapter_names=["own"]).logits
+        assert torch.equal(again(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_dora": True}, "use_dora is not supported with init_lora_weights='loftq'"),
+        ({"lora_alpha": 0}, "lora_alpha: init_lora_weights='loftq' needs another than 0"),
+    ],
+)
+def test_settings_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^adapter 'own': {message}"):
+        rounded(llama(), own=loftq(**fields))
+
+
+def test_the_base_says_how_it_is_quantised() -> None:
+    config = LoraConfig(init_lora_weights="loftq", loftq_config=LoftQConfig(loftq_iter=5))
+    with pytest.raises(ValueError, match=r"loftq_config=.*'loftq_iter': 5.* is not supported: the base's"):
+        rounded(llama(), own=config)
+
+
+def test_a_plain_base_is_refused() -> None:
+    """Also if another layer is quantised: none of the adapter's is."""
+    message = (
+        "adapter 'own': init_lora_weights='loftq' needs a quantised base, and none of the adapter's layers"
+    )
+    with pytest.raises(ValueError, match=f"^{message} .*; quantise the base, or use 'pissa'$"):
+        mx.convert_model(llama(), {"own": loftq()})
+    with pytest.raises(ValueError, match=f"^{message}"):
+        rounded(llama(), own=loftq(target_modules=["lm_head"]))
+
+
+def test_files_that_hold_no_original(tmp_path: Path) -> None:
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    weights = {key: t.clone() for key, t in base.state_dict().items()}
+    key = "model.layers.1.mlp.up_proj.weight"
+    wrong = {
+        "lacking": (
+            {k: t for k, t in weights.items() if k != key},
+            f"has no tensor {key}; give the original",
+        ),
+        "other": (
+            weights | {key: torch.randn(48, 32)},
+            r"\[48, 32\], is not the one that was quantised, \[48",
+        ),
+        "shape": (
+            weights | {key: torch.randn(32, 32)},
+            r"\[32, 32\], is not the one that was quantised, \[48",
+        ),
+        "nan": (weights | {key: weights[key] * float("nan")}, "is not the one that was quantised"),
+        "int8": (weights | {key: weights[key].to(torch.int8)}, r"in the files is quantised \(int8\)"),
+    }
+    for name, (tensors, message) in wrong.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        model = rounded(base, own=loftq())
+        with pytest.raises(
+            ValueError, match=rf"^adapter 'own': layer {key.removesuffix('.weight')}: .*{message}"
+        ):
+            mx.initialise_from_weights(model, "own", tmp_path / name)
+        with pytest.raises(ValueError, match="needs the original weights"):
+            model(input_ids=token_ids(1, 5))
+    with pytest.raises(
+        ValueError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"
+    ):
+        mx.initialise_from_weights(model, "own", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 40)
+    with pytest.raises(ValueError, match=r"^folder: the weights in .* cannot be read"):
+        mx.initialise_from_weights(model, "own", tmp_path)
