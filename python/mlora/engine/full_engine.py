@@ -48,6 +48,7 @@ class FullEngine(Engine):
         replica: int = 0,
         start_batches: Sequence[Sequence[Sample]] | None = None,
         num_labels: int | None = None,
+        problem_type: str | None = None,
     ) -> None:
         """Begins the task that trains the model.
 
@@ -55,7 +56,7 @@ class FullEngine(Engine):
         """
         if self._states:
             raise ValueError(f"method: full trains one task at a time, and {next(iter(self._states))} is one")
-        if any(given is not None for given in (lora, init_from, start_batches, num_labels)):
+        if any(given is not None for given in (lora, init_from, start_batches, num_labels, problem_type)):
             raise ValueError("method: full has no adapters; give none of their settings")
         made, spec = self._objective(name, objective)
         if made.reference is not None:
