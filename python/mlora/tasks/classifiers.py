@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,7 @@ def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path) -> LabelRules:
         raise RunError(f"num_labels: task_type {task} needs the number of labels")
     if count == 1 and problem == "single_label_classification":
         raise RunError(f"num_labels: task_type {task} needs at least 2 labels, got 1")
-    flags = not names and problem == "multi_label_classification" and _all_flags(path, count)
+    flags = not names and problem == "multi_label_classification" and _has_flags(path, count)
     return LabelRules(task, problem, count or 2, names, flags)
 
 
@@ -121,18 +121,16 @@ def _problem(task: str, count: int | None, given: Any) -> str:
     return "regression" if task == "SEQ_CLS" and count == 1 else "single_label_classification"
 
 
-def _labels(path: Path, task: str) -> list[Any]:
-    """Returns the labels of a dataset's lines; None where a line has none."""
+def _labels(path: Path, task: str) -> Iterator[Any]:
+    """Yields the labels of a dataset's lines; None where a line has none."""
     refuse_other_kinds(path)
-    key = "labels" if task == "TOKEN_CLS" else "label"
-    return [fields.get(key) for _, fields in read_lines(path)]
+    for _, fields in read_lines(path):
+        yield fields.get("labels" if task == "TOKEN_CLS" else "label")
 
 
 def _first_label(path: Path, task: str) -> Any:
     """Returns the first label of a dataset, of lists the first that holds more than -100; None if none."""
-    refuse_other_kinds(path)
-    for _, fields in read_lines(path):
-        given = fields.get("labels" if task == "TOKEN_CLS" else "label")
+    for given in _labels(path, task):
         if given is not None and (not isinstance(given, list) or any(one != -100 for one in given)):
             return given
     return None
@@ -164,9 +162,12 @@ def _names(
     return tuple(sorted(found))
 
 
-def _all_flags(path: Path, count: int | None) -> bool:
-    """Whether all lists hold 0 or 1 for each label."""
-    return all(
-        isinstance(given, list) and len(given) == count and all(one in (0, 1) for one in given)
-        for given in _labels(path, "SEQ_CLS")
-    )
+def _has_flags(path: Path, count: int | None) -> bool:
+    """Whether lists hold 0 or 1 for each label, not ids. The first list that cannot be both decides."""
+    for given in _labels(path, "SEQ_CLS"):
+        if isinstance(given, list):
+            if len(given) != count or any(one not in (0, 1) for one in given):
+                return False
+            if given.count(0) > 1 or given.count(1) > 1:
+                return True
+    return True
