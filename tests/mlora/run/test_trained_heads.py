@@ -210,10 +210,11 @@ def test_alone_as_together_with_dropout(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert alone[name] == pytest.approx(together[name], abs=1e-5)
 
 
-def test_memory_is_forecast(tmp_path: Path) -> None:
+@pytest.mark.parametrize("labels", [["seq"], ["answer", "many", "number"]])
+def test_memory_is_forecast(labels: list[str]) -> None:
     base = make("llama")
     options = StageOptions(torch.device("cpu"), torch.float32)
-    names, shape = ["head", "rows", "seq"], {"head": [9, 5], "rows": [8], "seq": [7]}
+    names = ["head", "rows", *labels]
     loras = {name: LORAS[name] for name in names}
     parts = [DryStage(base, options, span) for span in spans_of(2, base.config.num_hidden_layers)]
     whole = DryStage(base, options)
@@ -225,7 +226,7 @@ def test_memory_is_forecast(tmp_path: Path) -> None:
     engine = Engine(copy.deepcopy(base))
     for name in names:
         engine.create_adapter(name, copy.deepcopy(LORAS[name]), optim(1))
-    own = {name: [drawn(name, 1, len(lengths))[0][0]] for name, lengths in shape.items()}
+    own = {name: drawn(name, 1)[0] for name in names}
     future = engine.start(own, measure=True)
     engine.finish(future)
     lengths = {name: [sample.rows for sample in batch] for name, batch in own.items()}
