@@ -116,9 +116,10 @@ def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path) -> LabelRules:
 
 def _problem(task: str, count: int | None, given: Any) -> str:
     """Returns the `problem_type` that follows from the data, as in Transformers."""
-    if task == "SEQ_CLS" and isinstance(given, list):
-        return "multi_label_classification"
-    return "regression" if task == "SEQ_CLS" and count == 1 else "single_label_classification"
+    if task == "SEQ_CLS" and count == 1:
+        return "regression"
+    lists = task == "SEQ_CLS" and isinstance(given, list)
+    return "multi_label_classification" if lists else "single_label_classification"
 
 
 def _labels(path: Path, task: str) -> Iterator[Any]:
