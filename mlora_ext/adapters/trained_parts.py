@@ -16,15 +16,32 @@ TASK_HEAD, TASK_HEAD_WITH_BIAS = "task_head", "task_head_with_bias"
 """Kinds of an adapter that has a head which the base model lacks."""
 TRAINED_PARTS = (TRAINED_COPY, TRAINED_ROWS, TASK_HEAD, TASK_HEAD_WITH_BIAS)
 _HEADS = {
-    "SEQ_CLS": ("classifier", "score"),
-    "TOKEN_CLS": ("classifier", "score"),
-    "QUESTION_ANS": ("qa_outputs",),
+    "SEQ_CLS": (("classifier", "score"), TASK_HEAD),
+    "TOKEN_CLS": (("classifier", "score"), TASK_HEAD_WITH_BIAS),
+    "QUESTION_ANS": (("qa_outputs",), TASK_HEAD_WITH_BIAS),
 }
+"""Of each `task_type` that has a head: its names, and its kind beside a causal base."""
+LABEL_FIELDS = ("num_labels", "problem_type", "label_names")
+"""What a config has beside PEFT's fields, if its head predicts labels: see `labels_of`."""
 
 
 def task_heads(config: LoraConfig) -> tuple[str, ...]:
     """Returns the names of heads that PEFT trains for a config's `task_type`."""
-    return _HEADS.get(task_of(config), ())
+    names, _ = _HEADS.get(task_of(config), ((), ""))
+    return names
+
+
+def head_kind(config: LoraConfig) -> str:
+    """Returns the kind of the head that a config's `task_type` has beside a causal base."""
+    return _HEADS[task_of(config)][1]
+
+
+def labels_of(config: LoraConfig) -> dict[str, Any]:
+    """Returns what a config says of its labels: those of `LABEL_FIELDS` that are set.
+
+    `num_labels`, Transformers' `problem_type`, and `label_names`, which are in the order of the labels' ids.
+    """
+    return {key: config.__dict__[key] for key in LABEL_FIELDS if config.__dict__.get(key) is not None}
 
 
 def task_of(config: LoraConfig) -> str:

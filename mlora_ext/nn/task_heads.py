@@ -26,17 +26,27 @@ class TaskHeads(TrainedCopies):
         std: of initial weights, as Transformers' `initializer_range`.
         router: shared by all layers of the model.
         name: of the layer in the model, for messages and in PEFT's files.
+        body: what the model calls its body, and what the class with such a head calls it in PEFT's files.
     """
 
     served = (TASK_HEAD, TASK_HEAD_WITH_BIAS)
 
-    def __init__(self, beside: nn.Module, width: int, std: float, *, router: Router, name: str) -> None:
+    def __init__(
+        self,
+        beside: nn.Module,
+        width: int,
+        std: float,
+        *,
+        router: Router,
+        name: str,
+        body: tuple[str, str] = ("", ""),
+    ) -> None:
         frozen = ModuleWeight(beside)
         group = LayerGroup((), (), (), frozen.device, scaling_dtype(frozen.dtype))
         AdapterLayer.__init__(
             self, router=router, name=name, index=-1, adapter_dtype=torch.float32, group=group
         )
-        self.frozen, self.width, self.std = frozen, width, std
+        self.frozen, self.width, self.std, self.body = frozen, width, std, body
         self.__dict__["base"] = nn.Identity()
         self.modules_to_save = Copies()
 

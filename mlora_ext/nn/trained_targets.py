@@ -10,10 +10,9 @@ from torch import nn
 
 from ..adapters.kind import LayerSpec
 from ..adapters.trained_parts import (
-    TASK_HEAD,
-    TASK_HEAD_WITH_BIAS,
     TRAINED_COPY,
     TRAINED_ROWS,
+    head_kind,
     task_heads,
     task_of,
 )
@@ -70,12 +69,11 @@ def _copies(name: str, config: LoraConfig, modules: Mapping[str, nn.Module]) -> 
 
 
 def _head(name: str, config: LoraConfig) -> LayerSpec:
-    """Returns the spec of a head that the base lacks; the config has `num_labels` beside PEFT's fields."""
-    labels = getattr(config, "num_labels", None)
+    """Returns the spec of a head that the base lacks; a classifier's config has `num_labels`, too."""
+    labels = 2 if task_of(config) == "QUESTION_ANS" else getattr(config, "num_labels", None)
     if labels is None:
         raise ValueError(f"adapter {name!r}: task_type={task_of(config)!r} needs num_labels")
-    kind = TASK_HEAD_WITH_BIAS if task_of(config) == "TOKEN_CLS" else TASK_HEAD
-    return LayerSpec(int(labels), 1.0, 0.0, kind)
+    return LayerSpec(int(labels), 1.0, 0.0, head_kind(config))
 
 
 def _refuse_unmatched(

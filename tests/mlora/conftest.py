@@ -12,6 +12,8 @@ from command_line import Run, invoke
 from mlora.engine.dry_run import DryStage
 from tiny_run import run_data, save_base, write_run
 
+from mlora_ext.adapters.trained_parts import labels_of
+
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -42,7 +44,7 @@ def dry_runs_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Temp
 
     def activations(self: DryStage, loras: Any, shapes: Any, *, whole: bool = False) -> Any:
         config = self._model.config.to_dict()
-        adapters = {name: lora.to_dict() for name, lora in loras.items()}
+        adapters = {name: lora.to_dict() | labels_of(lora) for name, lora in loras.items()}
         for one in (config, *adapters.values()):  # where they come from changes no size
             one.pop("_name_or_path", None)
             one.pop("base_model_name_or_path", None)

@@ -16,7 +16,9 @@ from ...adapters.trained_parts import TRAINED_COPY, with_task_heads
 from ..adapter_weights import adapter_layers
 from ..routing.router import router_of
 from ..targets import low_rank, portable_targets
+from .body_names import body_names, renamed_keys
 from .embeddings import resized_embeddings
+from .label_files import LABELS, label_file
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -70,6 +72,7 @@ def write_folder(
         raise ValueError(f"folder: {target} is a file; give a folder")
     state = _exported(model, name, _whole_state(model, name, weights))
     state |= _changed_base(model, name, embeddings)
+    state = renamed_keys(state, PREFIX, *body_names(model, adapter_layers(model, name)))
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -101,6 +104,9 @@ def adapter_config(model: nn.Module, name: str) -> LoraConfig:
     layers = low_rank({key: layer.specs[name] for key, layer in adapter_layers(model, name).items()})
     for field, value in portable_targets(model, config, list(layers)).items():
         setattr(config, field, value)
+    own, theirs = body_names(model, adapter_layers(model, name))
+    if own != theirs:  # PEFT also takes the ends of names
+        config.target_modules = [one.removeprefix(f"{own}.") for one in config.target_modules or ()]
     config.inference_mode = True
     base = getattr(getattr(model, "config", None), "_name_or_path", None) or getattr(
         model, "name_or_path", None
@@ -168,7 +174,10 @@ def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor
     adapter_config(model, name).save_pretrained(str(folder))
     # Written here and not by safetensors, so that a full disk is an OSError.
     (folder / WEIGHTS).write_bytes(save(dict(state), metadata={"format": "pt"}))
-    for file in (folder / CONFIG, folder / WEIGHTS):
+    labels = label_file(router_of(model).adapters[name].config)
+    if labels is not None:
+        (folder / LABELS).write_text(labels, encoding="utf-8")
+    for file in folder.iterdir():
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
 
@@ -176,9 +185,11 @@ def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor
 def _move_into(scratch: Path, target: Path) -> None:
     """Renames the finished folder into place; in an existing folder, replaces the files, weights first."""
     if target.exists():
-        for name in (WEIGHTS, CONFIG):
+        labelled = (scratch / LABELS).exists()
+        for name in (WEIGHTS, CONFIG, *([LABELS] if labelled else [])):
             os.replace(scratch / name, target / name)
-        (target / OLD_WEIGHTS).unlink(missing_ok=True)
+        for name in (OLD_WEIGHTS, *([] if labelled else [LABELS])):
+            (target / name).unlink(missing_ok=True)
     else:
         os.rename(scratch, target)
     _sync(target)

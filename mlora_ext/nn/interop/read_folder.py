@@ -19,7 +19,9 @@ from ...adapters.trained_parts import TRAINED_COPY, task_heads
 from ..adapter_weights import adapter_layers, check_weights, peft_keys, write_weights
 from ..add_remove import add_adapter, plan_adapter
 from ..routing.router import router_of
+from .body_names import body_names, renamed_keys
 from .existing_config import refuse_changed_base, without_start
+from .label_files import read_label_file
 from .peft_folder import CONFIG, OLD_WEIGHTS, PREFIX, WEIGHTS
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ def read_config(path: Path) -> LoraConfig:
     refuse_changed_base(f"folder: {path}", config)
     labels = _labels_of(path, config)
     if labels is not None:
-        config.__dict__["num_labels"] = labels
+        config.__dict__.update(num_labels=labels, **read_label_file(path, labels))
     return without_start(config)
 
 
@@ -144,7 +146,8 @@ def _read_weights(
     copied = tuple(f"{layer}.{own}" for layer, spec in plan.items() for own in _repeated(spec))
     layers: dict[str, dict[str, Tensor]] = {}
     others = {}
-    for key, tensor in _stored(path).items():
+    own_body, stored_body = body_names(model, plan)
+    for key, tensor in renamed_keys(_stored(path), PREFIX, stored_body, own_body).items():
         own = key.removeprefix(PREFIX)
         layer, part = places.get(own) or _place_of(own)
         if part:

@@ -152,7 +152,10 @@ class AdapterConfig(TrainingFields):
     dataset: str
     lora: LoraBlock | None = None
     init_from: ResolvedPath | None = None
-    num_labels: int | None = Field(default=None, ge=2, le=MOST)
+    num_labels: int | None = Field(default=None, ge=1, le=MOST)
+    problem_type: (
+        Literal["regression", "single_label_classification", "multi_label_classification"] | None
+    ) = None
     priority: int = Field(default=0, ge=-MOST, le=MOST)
 
     @property

@@ -14,11 +14,26 @@ from mlora.config.strict import MOST, Strict, resolve_path, wrong_key
 
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
 FORMATS_OF: dict[str, Sequence[str]] = {
-    "sequences": ("tokens", "text", "prompt_completion", "alpaca", "sharegpt", "messages", "classification"),
+    "sequences": (
+        "tokens",
+        "text",
+        "prompt_completion",
+        "alpaca",
+        "sharegpt",
+        "messages",
+        "classification",
+        "question_answering",
+    ),
     "pairs": ("preference",),
     "judged": ("unpaired",),
 }
 """The formats of an objective's samples, by what it takes."""
+OF_TASKS = {
+    "SEQ_CLS": "classification",
+    "TOKEN_CLS": "classification",
+    "QUESTION_ANS": "question_answering",
+}
+"""The format of each `task_type` whose head predicts labels."""
 WITH_PROMPTS = ("prompt_completion", "alpaca")
 
 
@@ -39,8 +54,11 @@ class DatasetConfig(Strict):
     - ``preference``: ``chosen`` and ``rejected`` after ``prompt``, all text or all messages, for the
       objectives that take pairs. Without ``prompt``, the start that both share is the prompt.
     - ``unpaired``: ``completion`` after ``prompt``, and ``label``: whether the completion is desirable.
-    - ``classification``: ``text`` or ``input_ids``, and ``label``, a number; or ``input_ids`` and ``labels``,
-      one number per token (-100 = none). For adapters with ``task_type`` SEQ_CLS or TOKEN_CLS.
+    - ``classification``: ``text`` or ``input_ids``, and ``label``: an id or a name, a list of them, 0 or 1
+      for each label, or the number of a regression (``task_type`` SEQ_CLS); or ``input_ids`` and ``labels``,
+      one for each token, -100 = none (TOKEN_CLS).
+    - ``question_answering``: ``question``, ``context`` and ``answers`` as SQuAD has them, or ``input_ids``,
+      ``start_positions`` and ``end_positions`` (QUESTION_ANS).
     """
 
     name: str = Field(min_length=1)
@@ -55,6 +73,7 @@ class DatasetConfig(Strict):
         "preference",
         "unpaired",
         "classification",
+        "question_answering",
     ]
 
     @field_validator("path")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.data.file_types import refuse_other_kinds
 from mlora.data.formats import parser_of
+from mlora.data.label_formats import LabelRules
 from mlora.data.record import FormatError, Prompt, Record, check_ids, json_name, text_of_key
 from mlora.data.record import Sample as Sample  # others import it from here
 from mlora.errors import RunError
@@ -47,6 +48,7 @@ def load_dataset(
     tokenizer: PreTrainedTokenizerBase | None = None,
     assistant_only_loss: bool = False,
     style: Style = "dpo",
+    labels: LabelRules | None = None,
 ) -> Dataset:
     """Reads a jsonl file. A RunError about a line names the file and the line's number.
 
@@ -57,15 +59,18 @@ def load_dataset(
         tokenizer: the base model's; only the format ``tokens`` needs none.
         assistant_only_loss: of messages, train only what the assistant says.
         style: which of TRL's trainers tokenises preference data so.
+        labels: how labels are read; ``classification`` and ``question_answering`` need it.
     """
     path = Path(path)
     try:
-        parse = parser_of(format, tokenizer, assistant_only_loss=assistant_only_loss, style=style)
+        parse = parser_of(
+            format, tokenizer, assistant_only_loss=assistant_only_loss, style=style, labels=labels
+        )
     except FormatError as error:
         raise RunError(f"{path}: the dataset {name!r} of format {format}: {error}") from None
     refuse_other_kinds(path)
     records = []
-    for line, fields in _read_lines(path):
+    for line, fields in read_lines(path):
         try:
             record = parse(fields)
             check_ids(record.sample, vocab_size)
@@ -125,7 +130,7 @@ def read_prompt_lines(path: Path) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     prompts = []
-    for number, fields in _read_lines(path):
+    for number, fields in read_lines(path):
         try:
             prompts.append(text_of_key(fields, "prompt"))
         except FormatError as error:
@@ -133,7 +138,8 @@ def read_prompt_lines(path: Path) -> list[str]:
     return prompts
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number and the object of each line that is not blank; a RunError names file and line."""
     for number, raw in _raw_lines(path):
         if not raw.strip():
             continue

@@ -7,11 +7,11 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from mlora.data.chat import ChatTemplate, messages_of_key, sharegpt_messages
+from mlora.data.label_formats import LabelRules, classification, question_answering
 from mlora.data.preference_formats import preference, unpaired
 from mlora.data.record import (
     NOT_TRAINED,
     FormatError,
-    LabelledSample,
     Prompt,
     Record,
     Sample,
@@ -47,17 +47,23 @@ def parser_of(
     *,
     assistant_only_loss: bool = False,
     style: Style = "dpo",
+    labels: LabelRules | None = None,
 ) -> Parser:
-    """Returns the function that reads a format's lines. Only ``tokens`` needs no tokenizer.
+    """Returns the function that reads a format's lines. Lines with ``input_ids`` need no tokenizer.
 
-    `style` is that of preference data; see `mlora.data.preference_formats`.
+    `style` is that of preference data; see `mlora.data.preference_formats`. `labels` says how those of
+    ``classification`` are read; ``question_answering`` needs it, too.
 
     Both raise FormatError: for what the tokenizer lacks, and for a malformed line.
     """
     if format == "tokens":
         return _tokens
-    if format == "classification":
-        return lambda fields: _classified(fields, tokenizer)
+    if format in ("classification", "question_answering"):
+        if labels is None:
+            raise FormatError("needs an adapter whose lora.task_type has a head")
+        if format == "question_answering":
+            return question_answering(tokenizer)
+        return classification(tokenizer, labels)
     if tokenizer is None:
         raise FormatError("the base model has no tokenizer; use a dataset of format tokens")
     if format in ("messages", "sharegpt"):
@@ -82,24 +88,6 @@ def _tokens(fields: dict[str, Any]) -> Record:
     if len(labels) != len(ids):
         raise FormatError(f"'labels' has {len(labels)} entries, but 'input_ids' has {len(ids)}")
     return Record(Sample(ids, labels))
-
-
-def _classified(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> Record:
-    if "text" in fields:
-        if tokenizer is None:
-            raise FormatError("the base model has no tokenizer; give input_ids in place of text")
-        ids = tuple(tokenizer(text_of_key(fields, "text"))["input_ids"])
-    else:
-        ids = ids_of_key(fields, "input_ids")
-    if "labels" in fields:
-        labels = ids_of_key(fields, "labels")
-        if len(labels) != len(ids) or "text" in fields:
-            raise FormatError(f"'labels' has {len(labels)} entries; it needs one for each of 'input_ids'")
-        return Record(LabelledSample(ids, labels))
-    label = fields.get("label")
-    if type(label) is not int:
-        raise FormatError(f"'label' must be a whole number, got {label!r}")
-    return Record(LabelledSample(ids, (*[NOT_TRAINED] * (len(ids) - 1), label)))
 
 
 def _plain_text(tokenizer: PreTrainedTokenizerBase) -> Parser:

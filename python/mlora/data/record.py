@@ -78,7 +78,23 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LabelledSample(Sample):
-    """One sequence whose tokens have labels; of a sequence with one label, the last token has it."""
+    """One sequence whose tokens have labels; of a sequence with one label, the last token has it.
+
+    A sequence with `values` has label 0 there: the numbers that its loss reads in place of a label, such as
+    those of a regression, or 0 or 1 for each of several labels.
+    """
+
+    values: tuple[float, ...] = ()
+
+    @classmethod
+    def of_sequence(cls, input_ids: tuple[int, ...], label: int = 0, *values: float) -> LabelledSample:
+        """Returns a sequence that has one label, or values."""
+        return cls(input_ids, (*[NOT_TRAINED] * (len(input_ids) - 1), label), values)
+
+    @property
+    def facts(self) -> tuple[float, ...]:
+        """Plain numbers that its loss reads: its values."""
+        return self.values
 
     @property
     def is_labelled(self) -> bool:
@@ -94,7 +110,28 @@ class LabelledSample(Sample):
             return self
         alone = len(self.labels) > length and all(label == NOT_TRAINED for label in self.labels[:-1])
         labels = self.labels[:length]
-        return LabelledSample(self.input_ids[:length], (*labels[:-1], self.labels[-1]) if alone else labels)
+        labels = (*labels[:-1], self.labels[-1]) if alone else labels
+        return LabelledSample(self.input_ids[:length], labels, self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSample(LabelledSample):
+    """A question with its context, of which some tokens are the answer; `values` are the first and the last.
+
+    Each token has label 0, since its place competes with the others.
+    """
+
+    @classmethod
+    def of_answer(cls, input_ids: tuple[int, ...], first: int, last: int) -> AnswerSample:
+        """Returns a sequence whose answer are the tokens from `first` to `last`."""
+        return cls(input_ids, (0,) * len(input_ids), (first, last))
+
+    def cut(self, length: int) -> AnswerSample:
+        """Returns its first tokens; nothing is trained if the answer does not fit into them."""
+        if len(self.input_ids) <= length:
+            return self
+        label = 0 if max(self.values) < length else NOT_TRAINED
+        return AnswerSample(self.input_ids[:length], (label,) * length, self.values)
 
 
 def sequence_lengths(samples: Iterable[Any]) -> list[int]:

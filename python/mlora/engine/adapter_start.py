@@ -76,7 +76,7 @@ class EnginePasses:
         reason = why_not_started(config)
         if reason is not None:
             raise ValueError(f"adapter {name!r}: {reason}")
-        self._by_label = task_of(config) != "SEQ_CLS"
+        self._by_label = task_of(config) not in ("SEQ_CLS", "QUESTION_ANS")
         parts = [[part for sample in batch for part in sample.parts] for batch in batches]
         alone = [[part] for batch in parts for part in batch]
         self._given = alone if self._how == "corda" else parts

@@ -92,7 +92,6 @@ class AdapterState:
         replica: the index of its pipeline.
         objective: what it is trained for.
         objective_spec: what the last stage makes the objective of: plain values.
-        labels: the number of labels of its classifier; None: it predicts tokens.
         start: the name under which the weights that it began with stay beside it, for its objective; or None.
         steps: optimizer steps, taken or skipped.
         units: what divides its gradient, since the last step.
@@ -108,7 +107,6 @@ class AdapterState:
     scaler: LossScaler
     objective: Objective = field(default_factory=CrossEntropy)
     objective_spec: Any = CROSS_ENTROPY
-    labels: int | None = None
     start: str | None = None
     steps: int = 0
     units: int = 0

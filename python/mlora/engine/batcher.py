@@ -17,6 +17,7 @@ from mlora.engine.adapter_state import AdapterStates, BatchResult
 from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
 from mlora.engine.stage_group import StageGroup
 from mlora.memory.estimate import MemorySample
+from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.objective import CrossEntropy, Objective
 from mlora.objectives.options import owner_of
 from mlora.objectives.registry import CROSS_ENTROPY
@@ -329,14 +330,17 @@ class Batcher:
 
     def _check_labels(self, name: str | None, samples: Sequence[Any]) -> None:
         """Raises ValueError for samples whose labels are not what the adapter predicts."""
-        most = None if name in (None, BASE) else self._states.of(str(name)).labels
+        objective = _CROSS_ENTROPY if name in (None, BASE) else self._states.of(str(name)).objective
         for part in (part for sample in samples for part in sample.sequences):
-            if most is None and part.is_labelled:
-                raise ValueError(f"adapter {name!r}: expected labels that are tokens, got a LabelledSample")
-            if most is not None and max(part.labels) >= most:
-                raise ValueError(
-                    f"adapter {name!r}: label {max(part.labels)} is outside of the {most} labels of its head"
-                )
+            if not isinstance(objective, LabelObjective):
+                if part.is_labelled:
+                    raise ValueError(
+                        f"adapter {name!r}: expected labels that are tokens, got a LabelledSample"
+                    )
+            elif not part.is_labelled:
+                raise ValueError(f"adapter {name!r}: expected a LabelledSample, got a {type(part).__name__}")
+            elif fault := objective.fault(part.labels, part.facts):
+                raise ValueError(f"adapter {name!r}: {fault}")
 
     def _check_reference(self, name: str, objective: Objective) -> None:
         """Raises ValueError if the adapter that an objective compares with is not beside this one."""
@@ -349,7 +353,7 @@ class Batcher:
                 f"adapter {name!r}: objective.reference: no adapter {objective.reference!r} on this engine"
                 f"{'' if known is None else ' and in its replica'}; create it first"
             )
-        if known.labels is not None:
+        if isinstance(known.objective, LabelObjective):
             raise ValueError(
                 f"adapter {name!r}: objective.reference: {objective.reference!r} is a classifier, which has "
                 "no log-probabilities of tokens"

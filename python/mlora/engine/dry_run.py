@@ -27,8 +27,10 @@ from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.model.quantization import prepare_skeleton, quantizer_of
 from mlora.model.quantized_shapes import ShapedWeight, put_shapes, shapes_of_model, shapes_of_skeleton
-from mlora.model.task_heads import prepare_head
+from mlora.model.task_heads import label_objective, prepare_head
 from mlora.objectives.custom import CustomLoss
+from mlora.objectives.label_losses import LabelObjective
+from mlora.objectives.registry import CROSS_ENTROPY, objective_of
 from mlora.objectives.token_losses import chunk_rows
 from mlora.offload.base_bytes import BaseBytes, slot_bytes
 from mlora.optim.optim_config import OptimConfig
@@ -219,11 +221,13 @@ class DryStage:
                 part.own(name, _OPTIM)
             part.objective(_LOSS, CustomLoss(lambda rows: -rows.sums()))
             stage = Stage(part, index, stages, part.losses, part)
+            labels = {name: label_objective(lora) for name, lora in loras.items()}
             for count in counts:
                 base.cut = self._cut(model, count)
                 try:
                     passes = [
-                        _pass(stage, self._message(shape), self._hidden(_live(shape))) for shape in shapes
+                        _pass(stage, self._message(shape, labels), self._hidden(_live(shape)))
+                        for shape in shapes
                     ]
                 except RuntimeError as error:
                     name, reason = type(model).__name__, str(error).partition("\n")[0]
@@ -256,17 +260,33 @@ class DryStage:
         total = sum(map(sum, shape.values()))
         return torch.zeros(1, total, dtype=torch.int64, device=self._options.device)
 
-    def _message(self, shape: Mapping[str, Sequence[int]]) -> Message:
-        """Returns a micro-batch that trains all rows but each sequence's last.
+    def _message(
+        self, shape: Mapping[str, Sequence[int]], labels: Mapping[str, dict[str, Any] | None]
+    ) -> Message:
+        """Returns a micro-batch that trains all rows but each sequence's last, or those of its `labels`.
 
         Sequences of `SilentRows` are the base model's, and a loss reads them.
         """
         live, silent = _live(shape), [n for own in shape.values() for n in own if isinstance(n, SilentRows)]
-        counts = [sum(lengths) - len(lengths) for lengths in live.values()]
+        objectives = [None if (spec := labels[name]) is None else objective_of(spec) for name in live]
+        trained = [
+            objective.rows(lengths) if isinstance(objective, LabelObjective) else [n - 1 for n in lengths]
+            for objective, lengths in zip(objectives, live.values(), strict=True)
+        ]
+        counts = [sum(lengths) for lengths in trained]
         targets = {**_trained(counts), "counts": counts, "scales": [1.0] * len(live), "names": list(live)}
         steps = [0] * len(live)
         common = {"rows": _rows(live), "steps": steps, "updates": {}, "ends": [], "measure": 0}
         inputs, hidden = {"input_ids": self._ids(live)}, [self._hidden(live)]
+        if silent or any(objectives):
+            targets |= {
+                "objectives": [labels[name] or (_LOSS if silent else CROSS_ENTROPY) for name in live],
+                "lengths": trained,
+                "facts": [
+                    [objective.stand_in()] * len(lengths) if isinstance(objective, LabelObjective) else ()
+                    for objective, lengths in zip(objectives, trained, strict=True)
+                ],
+            }
         if silent:
             quiet = {BASE: list(map(int, silent))}
             common["silent_rows"] = _rows(quiet)
@@ -274,9 +294,6 @@ class DryStage:
             hidden.append(self._hidden(quiet))
             lengths = [length - 1 for length in silent]
             targets |= {
-                "objectives": [_LOSS] * len(live),
-                "lengths": [[length - 1 for length in own] for own in live.values()],
-                "facts": [()] * len(live),
                 "silent": {
                     **_trained(lengths),
                     "names": [BASE],

@@ -32,7 +32,7 @@ from mlora.engine.stage_worker import plain_lora, put_adapter
 from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton
-from mlora.model.task_heads import labels_of
+from mlora.model.task_heads import label_objective
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import START, ObjectiveError, owner_of
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of, resolved
@@ -47,6 +47,7 @@ from mlora.pipeline.trace import Entry
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
 from mlora_ext.frozen.base_gemm import base_gemm_of
 from mlora_ext.nn.adapter_weights import neutral_names
+from mlora_ext.nn.interop.label_files import PROBLEMS
 from mlora_ext.nn.interop.read_folder import adapter_weights, read_config
 from mlora_ext.nn.routing.router import router_of
 
@@ -334,6 +335,7 @@ class Engine(Batcher):
         start_batches: Sequence[Sequence[Sample]] | None = None,
         start_weights: str | os.PathLike[str] | None = None,
         num_labels: int | None = None,
+        problem_type: str | None = None,
     ) -> None:
         """Puts a new adapter on the base; others may be under way.
 
@@ -348,7 +350,9 @@ class Engine(Batcher):
             seed: of initial weights and dropout, together with the name; default: the engine's.
             replica: the index of the pipeline that trains it.
             num_labels: of a classifier (`task_type` SEQ_CLS or TOKEN_CLS), which trains on
-                `mlora.data.record.LabelledSample`.
+                `mlora.data.record.LabelledSample`; QUESTION_ANS needs none and takes `AnswerSample`.
+            problem_type: of SEQ_CLS, as Transformers has it: `single_label_classification`, `regression`
+                (the default if `num_labels` is 1) or `multi_label_classification`.
             start_batches: micro-batches of its samples for an `init_lora_weights` that looks at data (eva,
                 corda, lora_ga). The base runs on them; CorDA takes each sample alone. Without them, such an
                 adapter needs `load_state_dict` before it is used.
@@ -366,9 +370,14 @@ class Engine(Batcher):
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
         if lora is None and init_from is None:
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
-        if num_labels is not None and lora is not None:
+        if problem_type not in (None, *PROBLEMS):
+            raise ValueError(f"problem_type: expected one of {', '.join(PROBLEMS)}, got {problem_type!r}")
+        given = {"num_labels": num_labels, "problem_type": problem_type}
+        if lora is None and any(given.values()):
+            lora = read_config(Path(os.fspath(init_from or "")))
+        if lora is not None:
             lora = copy.copy(lora)
-            lora.__dict__["num_labels"] = num_labels
+            lora.__dict__.update({key: value for key, value in given.items() if value is not None})
         if not 0 <= replica < self.replicas:
             raise ValueError(f"replica: expected one below {self.replicas}, got {replica}")
         seed = self.seed if seed is None else seed
@@ -432,15 +441,17 @@ class Engine(Batcher):
                 self._admission.check_states(name)
             put_adapter(self.registry, name, lora, folder, seed)
             unless_created.callback(mlora_ext.remove_adapter, self.registry, name)
-            labels = labels_of(self.registry, name)
-            if labels is not None and spec != CROSS_ENTROPY:
-                raise ValueError(
-                    f"adapter {name!r}: a classifier has a loss of its own; leave the objective out"
-                )
+            of_labels = label_objective(router_of(self.registry).adapters[name].config)
+            if of_labels is not None:
+                if spec != CROSS_ENTROPY:
+                    raise ValueError(
+                        f"adapter {name!r}: a classifier has a loss of its own; leave the objective out"
+                    )
+                made, spec = objective_of(of_labels), of_labels
             if self.registry is self.model:
                 self._part.own(name, optim)
             unless_created.pop_all()
-        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), made, spec, labels)
+        self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), made, spec)
         self.memory_after = []
         if not self.alone:
             arguments = {

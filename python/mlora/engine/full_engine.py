@@ -49,6 +49,7 @@ class FullEngine(Engine):
         start_batches: Sequence[Sequence[Sample]] | None = None,
         start_weights: str | os.PathLike[str] | None = None,
         num_labels: int | None = None,
+        problem_type: str | None = None,
     ) -> None:
         """Begins the task that trains the model.
 
@@ -56,7 +57,7 @@ class FullEngine(Engine):
         """
         if self._states:
             raise ValueError(f"method: full trains one task at a time, and {next(iter(self._states))} is one")
-        adapters_own = (lora, init_from, start_batches, start_weights, num_labels)
+        adapters_own = (lora, init_from, start_batches, start_weights, num_labels, problem_type)
         if any(given is not None for given in adapters_own):
             raise ValueError("method: full has no adapters; give none of their settings")
         made, spec = self._objective(name, objective)

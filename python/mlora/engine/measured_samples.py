@@ -10,19 +10,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mlora.cluster.device import is_out_of_memory
 from mlora.data.packing import BASE
 from mlora.data.preference import JointSample
-from mlora.data.record import Sample
+from mlora.data.record import LabelledSample, Sample
 from mlora.engine.adapter_memory import LEAST, seed_shapes, spread
 from mlora.engine.memory_limit import RESERVED
 from mlora.errors import MemoryLimitError
 from mlora.memory.estimate import MemorySample
 from mlora.memory.memory_model import SilentRows
+from mlora.model.task_heads import label_objective
+from mlora.objectives.label_losses import LabelObjective
+from mlora.objectives.registry import objective_of
 from mlora.optim.optim_config import OptimConfig
-from mlora_ext.adapters.trained_parts import task_heads
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.routing.router import router_of
 
@@ -131,25 +133,35 @@ class MeasuredSamples:
         """Runs a micro-batch forward and backward; trains all tokens but each sequence's first."""
         batch: dict[str, list[Any]] = {}
         for name, lengths in spread(names, shape).items():
-            labels = self._labels(name)
-            live = tuple(self._sample(n, labels) for n in lengths if not isinstance(n, SilentRows))
-            silent = tuple(
-                (BASE, self._sample(n, self._vocabulary)) for n in lengths if isinstance(n, SilentRows)
-            )
-            batch[name] = [JointSample(live, silent, ())] if silent else list(live)
+            objective = self._objective(name)
+            live = tuple(self._sample(n, objective) for n in lengths if not isinstance(n, SilentRows))
+            silent = tuple((BASE, self._sample(n)) for n in lengths if isinstance(n, SilentRows))
+            batch[name] = _joint(live, silent) if silent else list(live)
         future = self._engine.start(batch, measure=True, whole=True)
         self._engine.finish(future)
         (measured,) = future.measured
         return measured
 
-    def _labels(self, name: str) -> int:
-        """Returns how many labels an adapter's head has; that of the base has one for each token."""
-        config = router_of(self._engine.registry).adapters[name].config
-        return int(config.num_labels) if task_heads(config) else self._vocabulary
+    def _objective(self, name: str) -> LabelObjective | None:
+        """Returns the loss of an adapter's labels; None if it predicts tokens."""
+        spec = label_objective(router_of(self._engine.registry).adapters[name].config)
+        return None if spec is None else cast(LabelObjective, objective_of(spec))
 
-    def _sample(self, length: int, labels: int) -> Sample:
+    def _sample(self, length: int, objective: LabelObjective | None = None) -> Sample:
         ids = tuple(place % self._vocabulary for place in range(length))
-        return Sample(ids, tuple(place % labels for place in range(length)))
+        if objective is None:
+            return Sample(ids, ids)
+        if objective.one_row:
+            return LabelledSample.of_sequence(ids, 0, *objective.stand_in())
+        return LabelledSample(ids, (0,) * length, objective.stand_in())
+
+
+def _joint(live: Sequence[Sample], silent: tuple[tuple[str, Sample], ...]) -> list[JointSample]:
+    """Returns samples of which the first has the silent sequences."""
+    if not live:
+        return [JointSample((), silent, ())]
+    parts = [silent, *[()] * (len(live) - 1)]
+    return [JointSample((each,), part, each.facts) for each, part in zip(live, parts, strict=True)]
 
 
 def _halved(longest: int, size: int) -> list[int]:

@@ -21,7 +21,7 @@ from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
 from mlora.model.original_weights import original_weights
-from mlora.model.task_heads import check_heads, label_adapters, prepare_head
+from mlora.model.task_heads import check_heads, prepare_head
 from mlora.objectives.objective import Objective
 from mlora.objectives.registry import objective_of
 from mlora.objectives.token_losses import (
@@ -42,6 +42,7 @@ from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora.pipeline.trace import Trace
+from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of
 from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.adapter_weights import adapter_layers, neutral_names, scalings, write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state
@@ -429,9 +430,8 @@ class StageWorker(Hooks, nn.Module):
         head, own = self._frozen_head(), self.base.own_heads(names)
         if own:
             assert head is not None
-            heads, labels = [own.get(name, head) for name in names], label_adapters(self.base.model)
-            classifies = [name in labels for name in names]
-            return losses_of_own_heads(output, heads, rows, tokens, owners, classifies)
+            heads = [own.get(name, head) for name in names]
+            return losses_of_own_heads(output, heads, rows, tokens, owners)
         if head is not None:
             return chunked_losses(output, head, rows, tokens, owners)
         return plain_losses(self._logits(output.index_select(0, rows)), tokens, owners)
@@ -521,7 +521,7 @@ def plain_lora(config: LoraConfig) -> dict[str, Any]:
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
     default = type(config)()
     found = {key: _plain(value) for key, value in values.items() if value != getattr(default, key, None)}
-    return found | {key: config.__dict__[key] for key in ("num_labels",) if key in config.__dict__}
+    return found | labels_of(config)
 
 
 def _plain(value: Any) -> Any:
@@ -534,7 +534,6 @@ def lora_of(values: Mapping[str, Any]) -> LoraConfig:
     """Makes a LoraConfig again of what `plain_lora` returned."""
     from peft import LoraConfig
 
-    config = LoraConfig(**{key: value for key, value in values.items() if key != "num_labels"})
-    if "num_labels" in values:
-        config.__dict__["num_labels"] = values["num_labels"]
+    config = LoraConfig(**{key: value for key, value in values.items() if key not in LABEL_FIELDS})
+    config.__dict__.update({key: values[key] for key in LABEL_FIELDS if key in values})
     return config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from mlora.objectives.token_losses import LogitRule, Scorer
 from mlora_ext.adapters.lora_config import init_kind
-from mlora_ext.adapters.trained_parts import task_heads, task_of
+from mlora_ext.adapters.trained_parts import TASK_HEAD_WITH_BIAS, head_kind, labels_of, task_heads, task_of
 from mlora_ext.nn.adapter_weights import adapter_layers
 from mlora_ext.nn.add_remove import remove_adapter
+from mlora_ext.nn.interop.body_names import check_body_names
 from mlora_ext.nn.linear import MultiLoRALinear
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.row_head import TrainedRowsLinear
@@ -22,7 +24,20 @@ from mlora_ext.nn.trained_copies import TrainedCopies
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_SERVED = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoModelForTokenClassification"}
+_CLASSES = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
+
+
+@dataclass(frozen=True)
+class HeadPlace:
+    """A head in the model type's class for a task: its name there, the class, and both names of the body."""
+
+    name: str
+    kind: str
+    body: tuple[str, str]
 
 
 def prepare_head(model: nn.Module, lora: LoraConfig) -> None:
@@ -33,19 +48,20 @@ def prepare_head(model: nn.Module, lora: LoraConfig) -> None:
     if not task_heads(lora):
         return
     task = task_of(lora)
-    if task not in _SERVED:
-        raise ValueError(f"task_type={task} cannot be trained in a run yet; use SEQ_CLS or TOKEN_CLS")
-    names = model.__dict__.setdefault("mlora_task_heads", {})
-    if task not in names:
-        names[task] = head_name(model.config, task)
-    name = names[task]
-    if isinstance(getattr(model, name, None), TaskHeads):
+    places = model.__dict__.setdefault("mlora_task_heads", {})
+    if task not in places:
+        places[task] = head_place(model.config, lora)
+    place: HeadPlace = places[task]
+    check_body_names(lora, *place.body, place.kind)
+    if isinstance(getattr(model, place.name, None), TaskHeads):
         return
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     std = float(getattr(config, "initializer_range", 0.02))
-    heads = TaskHeads(head, int(config.hidden_size), std, router=router_of(model), name=name)
-    model.add_module(name, heads)
+    heads = TaskHeads(
+        head, int(config.hidden_size), std, router=router_of(model), name=place.name, body=place.body
+    )
+    model.add_module(place.name, heads)
 
 
 def why_not_started(config: LoraConfig) -> str | None:
@@ -58,29 +74,30 @@ def why_not_started(config: LoraConfig) -> str | None:
     )
 
 
-def head_name(config: Any, task: str) -> str:
-    """Returns the name of the head in the model type's class for a task; ValueError if it is not linear."""
+def head_place(config: Any, lora: LoraConfig) -> HeadPlace:
+    """Returns the head in the model type's class for an adapter's task; ValueError if it is not linear."""
     import transformers
 
-    auto: Any = getattr(transformers, _SERVED[task])
+    task = task_of(lora)
+    auto: Any = getattr(transformers, _CLASSES[task])
     causal: Any = transformers.AutoModelForCausalLM
     try:
         with torch.device("meta"):
             classifier, base = auto.from_config(config), causal.from_config(config)
     except ValueError as error:
-        raise ValueError(f"task_type={task}: {config.model_type} has no {_SERVED[task]}") from error
-    names = [n for n in ("score", "classifier") if isinstance(getattr(classifier, n, None), nn.Linear)]
-    bias = {"SEQ_CLS": False, "TOKEN_CLS": True}[task]
+        raise ValueError(f"task_type={task}: {config.model_type} has no {_CLASSES[task]}") from error
+    names = [n for n in task_heads(lora) if isinstance(getattr(classifier, n, None), nn.Linear)]
+    bias = head_kind(lora) == TASK_HEAD_WITH_BIAS
     same = {key for key, _ in classifier.base_model.named_parameters()} == {
         key for key, _ in base.base_model.named_parameters()
     }
-    fits = names and same and classifier.base_model_prefix == base.base_model_prefix
-    if not fits or (getattr(classifier, names[0]).bias is not None) is not bias:
+    if not names or not same or (getattr(classifier, names[0]).bias is not None) is not bias:
         raise ValueError(
             f"task_type={task}: the head of {type(classifier).__name__} is not one linear layer on the body "
             f"of {type(base).__name__}; it cannot be trained in a run"
         )
-    return names[0]
+    body = (str(base.base_model_prefix), str(classifier.base_model_prefix))
+    return HeadPlace(names[0], type(classifier).__name__, body)
 
 
 def check_heads(model: nn.Module, name: str) -> None:
@@ -133,9 +150,19 @@ def label_adapters(model: nn.Module) -> set[str]:
     return {name for layer in _classifiers(model) for name in layer.specs}
 
 
-def labels_of(model: nn.Module, name: str) -> int | None:
-    """Returns the number of labels of an adapter's classifier; None: it predicts tokens."""
-    return next((layer.specs[name].rank for layer in _classifiers(model) if name in layer.specs), None)
+def label_objective(config: LoraConfig) -> dict[str, Any] | None:
+    """Returns the name and options of the loss of an adapter's labels; None if its head predicts tokens.
+
+    As in Transformers, a head of one label is that of a regression unless `problem_type` says otherwise.
+    """
+    if not task_heads(config):
+        return None
+    if task_of(config) == "QUESTION_ANS":
+        return {"name": "question_answering", "num_labels": 2}
+    known = labels_of(config)
+    labels = int(known["num_labels"])
+    kind = "regression" if labels == 1 and task_of(config) == "SEQ_CLS" else "single_label_classification"
+    return {"name": known.get("problem_type", kind), "num_labels": labels}
 
 
 def _classifiers(model: nn.Module) -> list[TaskHeads]:

@@ -51,6 +51,13 @@ _OBJECTIVES: dict[str, _Entry] = {
     "orpo": _Entry(f"{_PLACE}.orpo:Orpo", OrpoOptions, "pairs"),
     "kto": _Entry(f"{_PLACE}.kto:Kto", KtoOptions, "judged"),
 }
+_OF_LABELS = {
+    "single_label_classification": f"{_PLACE}.label_losses:SingleLabel",
+    "multi_label_classification": f"{_PLACE}.label_losses:MultiLabel",
+    "regression": f"{_PLACE}.label_losses:Regression",
+    "question_answering": f"{_PLACE}.label_losses:Answer",
+}
+"""The losses of heads that predict labels. No config names them: an adapter's `task_type` does."""
 
 
 def register_objective(name: str, kind: type[Objective], options: type[BaseModel] | None = None) -> None:
@@ -128,7 +135,7 @@ def objective_of(spec: Any) -> Objective:
 
     Args:
         spec: a name, a mapping with the key `name` and options, an `Objective`, or a function for
-            `mlora.objectives.custom.CustomLoss`.
+            `mlora.objectives.custom.CustomLoss`; or what `mlora.model.task_heads.label_objective` returns.
 
     Raises:
         ObjectiveError: as `resolved`.
@@ -138,6 +145,10 @@ def objective_of(spec: Any) -> Objective:
         from mlora.objectives.objective import Objective
 
         return spec if isinstance(spec, Objective) else CustomLoss(spec)
+    name, options = _split(spec)
+    if name in _OF_LABELS and options:
+        found: Objective = resolve_name(_OF_LABELS[name])(**options)
+        return found
     name, options = _split(resolved(spec))
     if ":" in name:
         return _of_function(name, options)

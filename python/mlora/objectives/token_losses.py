@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from mlora.objectives.label_losses import LabelLogits, LabelObjective
 from mlora.objectives.objective import LogProbs, Metric, Objective
 from mlora_ext.frozen.weight import FrozenWeight
 
@@ -192,15 +193,13 @@ def losses_of_own_heads(
     rows: Tensor,
     targets: Tensor,
     owners: Owners,
-    classifies: Sequence[bool],
 ) -> TokenLosses:
     """Returns losses as `chunked_losses` does, where some owners have trained heads of their own.
 
-    The logits of a trained head are made chunk by chunk, and again in backward.
+    Logits of tokens are made chunk by chunk, and again in backward. Those of labels are few.
 
     Args:
-        heads: of each owner.
-        classifies: whether an owner's targets are labels: then `accuracy` is among its metrics.
+        heads: of each owner; an owner with a `LabelObjective` has one of its own.
     """
     total, begin = hidden.new_zeros((), dtype=torch.float32), 0
     sums = []
@@ -213,38 +212,45 @@ def losses_of_own_heads(
         if isinstance(head, Head):
             found = chunked_losses(own, head, torch.arange(count, device=own.device), wanted, alone)
         else:
-            found = _losses_of_own_head(own, head, wanted, alone, classifies[i])
+            objective = None if owners.objectives is None else owners.objectives[i]
+            if isinstance(objective, LabelObjective):
+                found = _losses_of_labels(head(own).float(), wanted, alone, objective)
+            else:
+                found = _losses_of_own_head(own, head, wanted, alone)
         total = total + found.total
         sums.append(found.sums)
         metrics += found.metrics or [{}]
     return TokenLosses(total, torch.cat(sums), metrics)
 
 
-def _losses_of_own_head(
-    hidden: Tensor, head: Scorer, targets: Tensor, owner: Owners, classifies: bool
+def _losses_of_labels(
+    logits: Tensor, targets: Tensor, owner: Owners, objective: LabelObjective
 ) -> TokenLosses:
-    def chunk(own: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(own).float()
-        right = (logits.detach().argmax(-1) == wanted).sum()
-        return F.cross_entropy(logits, wanted, reduction="none"), right
+    (lengths,), (values,) = owner.lengths, owner.facts
+    if not lengths:
+        return TokenLosses(logits.sum(), logits.new_zeros(1, dtype=torch.float64), [{}])
+    found = objective.loss_of_logits(LabelLogits(logits, targets, lengths, values))
+    metrics = {name: _as_sum(value) for name, value in found.metrics.items()}
+    return TokenLosses(found.loss * owner.scales[0], found.loss.detach().double().reshape(1), [metrics])
+
+
+def _losses_of_own_head(hidden: Tensor, head: Scorer, targets: Tensor, owner: Owners) -> TokenLosses:
+    def chunk(own: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(head(own).float(), wanted, reduction="none")
 
     size = chunk_rows(hidden.device, head.size)
     parts = [
         checkpoint(chunk, own, wanted, use_reentrant=False, preserve_rng_state=False)
         for own, wanted in zip(hidden.split(size), targets.split(size), strict=True)
     ]
-    losses = torch.cat([part for part, _ in parts])
-    if classifies:
-        right = _number(torch.stack([right for _, right in parts]).sum())
-        sums = sums_by_owner(losses.detach(), owner.counts)
-        return TokenLosses(losses.sum() * owner.scales[0], sums, [{"accuracy": (right, None)}])
-    if owner.objectives is not None:
+    losses = torch.cat(parts)
+    if owner.objectives is not None and not owner.objectives[0].one_pass:
         return TokenLosses(*_by_objective(-losses, owner))
     return TokenLosses(losses.sum() * owner.scales[0], sums_by_owner(losses.detach(), owner.counts))
 
 
-def _number(value: Tensor) -> float:
-    """Returns a tensor's number; 0 for a fake tensor of a dry run, which has none."""
+def _number(value: Tensor | float) -> float:
+    """Returns a number; 0 for a fake tensor of a dry run, which has none."""
     return 0.0 if isinstance(value, FakeTensor) else float(value)
 
 
@@ -273,8 +279,8 @@ def _by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[M
 
 def _as_sum(metric: Metric) -> tuple[float, float | None]:
     if isinstance(metric, tuple):
-        return float(metric[0]), float(metric[1])
-    return float(metric), None
+        return _number(metric[0]), float(metric[1])
+    return _number(metric), None
 
 
 def _scales_of_rows(owners: Owners, device: torch.device) -> Tensor | None:

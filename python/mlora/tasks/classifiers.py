@@ -1,73 +1,174 @@
-"""Checks that an adapter with a classifier of its own has labelled data, and other adapters do not."""
+"""Adapters whose heads predict labels: whether data and config fit, and how their labels are read."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlora.config.run_config import AdapterConfig
-from mlora.data.dataset import Dataset
-from mlora.data.record import NOT_TRAINED
+from mlora.config.sections import OF_TASKS, DatasetConfig
+from mlora.data.dataset import read_lines
+from mlora.data.file_types import refuse_other_kinds
+from mlora.data.label_formats import LabelRules
 from mlora.errors import RunError
 from mlora.model.task_heads import why_not_started
-from mlora_ext.adapters.trained_parts import task_heads, task_of
+from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+_TEXTS = {"classification": "text", "question_answering": "question"}
 
-def has_text(path: str) -> bool:
-    """Whether one of the first lines of a dataset has `text`; a file that cannot be read has none."""
+
+def needs_no_tokenizer(dataset: DatasetConfig) -> bool:
+    """Whether a dataset holds token ids."""
+    if dataset.format not in _TEXTS:
+        return dataset.format == "tokens"
     try:
-        with open(Path(path), encoding="utf-8") as file:
+        with open(Path(dataset.path), encoding="utf-8") as file:
             lines = [line for line in itertools.islice(file, 10) if line.strip()]
-        return any("text" in json.loads(line) for line in lines)
+        return not any(_TEXTS[dataset.format] in json.loads(line) for line in lines)
     except (OSError, ValueError, TypeError):
-        return False  # told by whoever reads the file
+        return True  # told by whoever reads the file
 
 
-def check_classifier(
-    adapter: AdapterConfig, lora: LoraConfig, formats: Sequence[str], data: Sequence[Dataset]
-) -> None:
-    """Raises RunError if an adapter's task, `num_labels` and data do not fit together.
+def label_rules(
+    adapter: AdapterConfig, lora: LoraConfig, datasets: Mapping[str, DatasetConfig]
+) -> LabelRules | None:
+    """Returns how an adapter's labels are read; None if it predicts tokens. Gives `lora` what it found.
+
+    Names and lists are found in the training data; the names of a head in ``init_from`` are kept.
 
     Args:
         lora: the adapter's config, or that of its ``init_from``.
-        formats: of its datasets.
-        data: its datasets.
+        datasets: by name.
+
+    Raises:
+        RunError: the adapter's task, labels, metrics and formats do not fit together.
     """
     task, classifies = task_of(lora), bool(task_heads(lora))
-    for format in formats:
-        if (format == "classification") is not classifies:
-            if classifies:
-                raise RunError(f"dataset: task_type {task} needs format classification, got {format!r}")
-            raise RunError("dataset: format classification needs lora.task_type: SEQ_CLS or TOKEN_CLS")
-    known = getattr(lora, "num_labels", None)
+    for key in ("dataset", "eval_dataset"):
+        name = getattr(adapter, key)
+        format = datasets[name].format if name else OF_TASKS.get(task)
+        if format != OF_TASKS.get(task) and classifies:
+            raise RunError(f"{key}: task_type {task} needs format {OF_TASKS[task]}, got {format!r}")
+        if format in OF_TASKS.values() and not classifies:
+            kinds = " or ".join(one for one, wanted in OF_TASKS.items() if wanted == format)
+            raise RunError(f"{key}: format {format} needs lora.task_type: {kinds}")
+    _check_keys(adapter, task, classifies)
     if not classifies:
-        if adapter.num_labels is not None:
-            raise RunError("num_labels: needs lora.task_type: SEQ_CLS or TOKEN_CLS")
-        if adapter.best_rule is not None and adapter.best_rule.metric == "eval_accuracy":
-            raise RunError("metric_for_best_model: accuracy needs lora.task_type: SEQ_CLS or TOKEN_CLS")
-        return
-    if adapter.objective != "cross_entropy":
-        raise RunError(f"objective: task_type {task} has a loss of its own; remove {adapter.objective!r}")
+        return None
     reason = why_not_started(lora)
     if reason is not None:
         raise RunError(f"lora: {reason}")
-    if known is None:
+    rules = _rules(adapter, lora, Path(datasets[adapter.dataset].path))
+    rule = adapter.best_rule
+    if rule is not None and rule.metric == "eval_accuracy" and rules.problem == "regression":
+        raise RunError("metric_for_best_model: a regression has no accuracy; use loss")
+    if task != "QUESTION_ANS":
+        lora.__dict__["num_labels"] = rules.count
+    if task == "SEQ_CLS":
+        lora.__dict__["problem_type"] = rules.problem
+    if rules.names:
+        lora.__dict__["label_names"] = list(rules.names)
+    return rules
+
+
+def _check_keys(adapter: AdapterConfig, task: str, classifies: bool) -> None:
+    """Raises RunError for keys that the adapter's task does not have."""
+    if task not in ("SEQ_CLS", "TOKEN_CLS") and adapter.num_labels is not None:
+        raise RunError("num_labels: needs lora.task_type: SEQ_CLS or TOKEN_CLS")
+    if task != "SEQ_CLS" and adapter.problem_type is not None:
+        raise RunError("problem_type: needs lora.task_type: SEQ_CLS")
+    if classifies:
+        if adapter.objective != "cross_entropy":
+            raise RunError(f"objective: task_type {task} has a loss of its own; remove {adapter.objective!r}")
+    elif adapter.best_rule is not None and adapter.best_rule.metric == "eval_accuracy":
+        raise RunError(f"metric_for_best_model: accuracy needs lora.task_type: {' or '.join(OF_TASKS)}")
+
+
+def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path) -> LabelRules:
+    task, known = task_of(lora), labels_of(lora)
+    if task == "QUESTION_ANS":
+        return LabelRules(task, "", 2)
+    count = known.get("num_labels")
+    if adapter.num_labels not in (None, count):
+        raise RunError(f"num_labels: is {adapter.num_labels}, but the head in init_from has {count} labels")
+    asked, stored = adapter.problem_type, known.get("problem_type")
+    if adapter.init_from and asked and stored not in (None, asked):
+        raise RunError(f"problem_type: is {asked}, but the head in init_from was trained for {stored}")
+    given = _first_label(path, task)
+    problem = asked or stored or _problem(task, count, given)
+    names: tuple[str, ...] = ()
+    if problem != "regression" and _is_text(given):
+        names = _names(adapter, path, task, count, known.get("label_names"))
+        count = len(names)
+    if count is None and given is not None:  # else whoever reads the lines tells what they lack
         raise RunError(f"num_labels: task_type {task} needs the number of labels")
-    if adapter.num_labels not in (None, known):
-        raise RunError(f"num_labels: is {adapter.num_labels}, but the head in init_from has {known} labels")
-    for one in data:
-        for sample in one.samples:
-            single = all(label == NOT_TRAINED for label in sample.labels[:-1])
-            if task == "SEQ_CLS" and not (single and sample.labels[-1] != NOT_TRAINED):
-                raise RunError("dataset: task_type SEQ_CLS needs one label for each line, got a list")
-            for label in sample.labels:
-                if label != NOT_TRAINED and not 0 <= label < known:
-                    raise RunError(
-                        f"dataset: label {label} is outside of 0 to {known - 1} (num_labels: {known})"
-                    )
+    if count == 1 and problem == "single_label_classification":
+        raise RunError(f"num_labels: task_type {task} needs at least 2 labels, got 1")
+    flags = not names and problem == "multi_label_classification" and _has_flags(path, count)
+    return LabelRules(task, problem, count or 2, names, flags)
+
+
+def _problem(task: str, count: int | None, given: Any) -> str:
+    """Returns the `problem_type` that follows from the data, as in Transformers."""
+    if task == "SEQ_CLS" and count == 1:
+        return "regression"
+    lists = task == "SEQ_CLS" and isinstance(given, list)
+    return "multi_label_classification" if lists else "single_label_classification"
+
+
+def _labels(path: Path, task: str) -> Iterator[Any]:
+    """Yields the labels of a dataset's lines; None where a line has none."""
+    refuse_other_kinds(path)
+    for _, fields in read_lines(path):
+        yield fields.get("labels" if task == "TOKEN_CLS" else "label")
+
+
+def _first_label(path: Path, task: str) -> Any:
+    """Returns the first label of a dataset, of lists the first that holds more than -100; None if none."""
+    for given in _labels(path, task):
+        if given is not None and (not isinstance(given, list) or any(one != -100 for one in given)):
+            return given
+    return None
+
+
+def _is_text(given: Any) -> bool:
+    return any(isinstance(one, str) for one in (given if isinstance(given, list) else [given]))
+
+
+def _names(
+    adapter: AdapterConfig, path: Path, task: str, count: int | None, stored: list[str] | None
+) -> tuple[str, ...]:
+    """Returns the names of the labels in the order of their ids."""
+    if adapter.init_from is not None:
+        if stored is None:
+            raise RunError(
+                f"init_from: {adapter.init_from} has no labels.json with the names of its labels; write "
+                f"numbers as labels in {path}"
+            )
+        return tuple(stored)
+    found = {
+        one
+        for given in _labels(path, task)
+        for one in (given if isinstance(given, list) else [given])
+        if isinstance(one, str)
+    }
+    if count not in (None, len(found)):
+        raise RunError(f"num_labels: is {count}, but {path} has {len(found)} labels; leave it out")
+    return tuple(sorted(found))
+
+
+def _has_flags(path: Path, count: int | None) -> bool:
+    """Whether lists hold 0 or 1 for each label, not ids. The first list that cannot be both decides."""
+    for given in _labels(path, "SEQ_CLS"):
+        if isinstance(given, list):
+            if len(given) != count or any(one not in (0, 1) for one in given):
+                return False
+            if given.count(0) > 1 or given.count(1) > 1:
+                return True
+    return True

@@ -13,6 +13,7 @@ from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.data.dataset import Dataset, load_dataset
+from mlora.data.label_formats import LabelRules
 from mlora.data.preference import joined
 from mlora.data.record import Sample, sequence_lengths
 from mlora.data.sampler import BatchPlan, task_seed
@@ -21,7 +22,7 @@ from mlora.model.base_info import BaseInfo
 from mlora.objectives.objective import Objective
 from mlora.objectives.registry import Style, objective_of, style_of
 from mlora.optim.optim_config import OptimConfig
-from mlora.tasks.classifiers import check_classifier, has_text
+from mlora.tasks.classifiers import label_rules, needs_no_tokenizer
 from mlora.tasks.init_from import check_init_from
 from mlora.tasks.originals import check_originals
 from mlora_ext.nn.interop.read_folder import read_config
@@ -84,7 +85,8 @@ class Task:
         seed: for initial weights, dropout and order of data.
         plan: its micro-batches.
         total_steps: optimizer steps to make.
-        lora: PEFT's config; None if ``init_from`` gives it, or all weights are trained.
+        lora: PEFT's config; None if all weights are trained, or ``init_from`` gives it. That of a head of
+            labels is here in any case.
     """
 
     config: AdapterConfig
@@ -174,7 +176,7 @@ class TaskBuilder:
         self._config = config
         self._base = base
         self._datasets = {dataset.name: dataset for dataset in config.datasets}
-        self._loaded: dict[tuple[str, str, str, int, bool, Style], Dataset] = {}
+        self._loaded: dict[tuple[str, str, str, int, bool, Style, LabelRules | None], Dataset] = {}
 
     def build(self, adapter: AdapterConfig, datasets: Sequence[DatasetConfig] = ()) -> Task:
         """Reads an adapter's data and checks everything that needs no weights of the model.
@@ -200,12 +202,12 @@ class TaskBuilder:
             except ValueError as error:
                 raise RunError(f"init_from: {first_line(error)}") from error
         known = self._datasets | {dataset.name: dataset for dataset in datasets}
-        data = self._load(known[adapter.dataset], adapter)
-        eval_data = self._load(known[adapter.eval_dataset], adapter) if adapter.eval_dataset else None
+        labels = None
         if self._config.method == "lora" and read is not None:
-            names = [adapter.dataset, *([adapter.eval_dataset] if adapter.eval_dataset else [])]
-            formats = [known[name].format for name in names]
-            check_classifier(adapter, read, formats, [data, *([eval_data] if eval_data else [])])
+            labels = label_rules(adapter, read, known)
+            lora = lora if labels is None else read
+        data = self._load(known[adapter.dataset], adapter, labels)
+        eval_data = self._load(known[adapter.eval_dataset], adapter, labels) if adapter.eval_dataset else None
         if adapter.eval_exact_match and eval_data is not None:
             _check_prompts(adapter, eval_data)
         plan = self._plan(adapter, data)
@@ -235,7 +237,7 @@ class TaskBuilder:
             seed=task_seed(self._config.seed, adapter.name) if adapter.seed is None else adapter.seed,
         )
 
-    def _load(self, dataset: DatasetConfig, adapter: AdapterConfig) -> Dataset:
+    def _load(self, dataset: DatasetConfig, adapter: AdapterConfig, labels: LabelRules | None) -> Dataset:
         style = style_of(adapter.objective)
         key = (
             dataset.name,
@@ -244,6 +246,7 @@ class TaskBuilder:
             adapter.max_length,
             adapter.assistant_only_loss,
             style,
+            labels,
         )
         if key not in self._loaded:
             self._loaded[key] = load_dataset(
@@ -253,17 +256,13 @@ class TaskBuilder:
                 max_length=adapter.max_length,
                 vocab_size=self._base.vocab_size,
                 max_positions=self._base.max_positions,
-                tokenizer=None if _needs_none(dataset) else self._base.tokenizer(),
+                tokenizer=None if needs_no_tokenizer(dataset) else self._base.tokenizer(),
                 assistant_only_loss=adapter.assistant_only_loss,
                 style=style,
+                labels=labels,
             )
             self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
         return self._loaded[key]
-
-
-def _needs_none(dataset: DatasetConfig) -> bool:
-    """Whether a dataset holds token ids."""
-    return dataset.format == "tokens" or (dataset.format == "classification" and not has_text(dataset.path))
 
 
 def _check_prompts(adapter: AdapterConfig, data: Dataset) -> None:

@@ -157,7 +157,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "datasets.0.format",
             "csv",
-            "'messages', 'preference', 'unpaired' or 'classification', got 'csv'",
+            "'messages', 'preference', 'unpaired', 'classification' or 'question_answering', got 'csv'",
         ),
         (
             "defaults.assistant_only_loss",

@@ -61,7 +61,7 @@ def test_samples_and_settings_that_do_not_fit_are_refused() -> None:
         engine.forward_backward({"labels": [bad]})
     with pytest.raises(ValueError, match="adapter 'plain': expected labels that are tokens"):
         engine.forward_backward({"plain": [good]})
-    with pytest.raises(ValueError, match="adapter 'labels': label 6 is outside"):
+    with pytest.raises(ValueError, match="adapter 'labels': expected a LabelledSample, got a Sample"):
         engine.forward_backward({"labels": [Sample((5, 6), (5, 6))]})
     with pytest.raises(ValueError, match="adapter 'x': inference_mode=True"):
         engine.create_adapter("x", LoraConfig(**LORA, inference_mode=True), OPTIM)

@@ -94,10 +94,22 @@ def test_what_was_measured_of_small_ones_predicts_larger_ones(
                 assert model.predict(together(shape)) == pytest.approx(max(phases), rel=0.02)
 
 
-def test_a_classifier_is_measured_with_its_own_labels(engine: Engine) -> None:
-    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")
-    lora.__dict__["num_labels"] = 3
-    assert MeasuredSamples(engine, PLENTY)({"a": lora}, STATES, 16)
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize(
+    ("task", "labels"),
+    [
+        ("SEQ_CLS", {"num_labels": 3}),
+        ("SEQ_CLS", {"num_labels": 1}),
+        ("SEQ_CLS", {"num_labels": 3, "problem_type": "multi_label_classification"}),
+        ("QUESTION_ANS", {}),
+    ],
+)
+def test_a_head_is_measured_with_labels_of_its_own(
+    engine: Engine, task: str, labels: dict[str, Any], silent: bool
+) -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type=task)
+    lora.__dict__.update(labels)
+    assert MeasuredSamples(engine, PLENTY)({"a": lora}, STATES, 16, silent)
     assert engine.adapters == []
 
 

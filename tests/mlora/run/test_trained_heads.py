@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from mlora.config.config_file import resolve_config
-from mlora.data.record import LabelledSample, Sample
+from mlora.data.record import AnswerSample, LabelledSample, Sample
 from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions, spans_of
@@ -26,14 +26,19 @@ from tiny_models import make, samples
 from tiny_run import random_tokens, write_jsonl
 from tolerances import STEADY_EPSILON
 from torch import nn
-from transformers import LlamaForSequenceClassification, LlamaForTokenClassification, PreTrainedModel
+from transformers import (
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedModel,
+)
 
 
-def lora(num_labels: int | None = None, **fields: Any) -> LoraConfig:
+def lora(num_labels: int | None = None, problem_type: str | None = None, **fields: Any) -> LoraConfig:
     plain = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
     config = LoraConfig(**{**plain, **fields})
-    if num_labels is not None:
-        config.__dict__["num_labels"] = num_labels
+    labels = {"num_labels": num_labels, "problem_type": problem_type}
+    config.__dict__.update({key: value for key, value in labels.items() if value is not None})
     return config
 
 
@@ -45,6 +50,10 @@ LORAS = {
     "seq": lora(task_type="SEQ_CLS", num_labels=3),
     "seq5": lora(task_type="SEQ_CLS", num_labels=5, target_modules="all-linear"),
     "tok": lora(task_type="TOKEN_CLS", num_labels=4),
+    "number": lora(task_type="SEQ_CLS", num_labels=1),
+    "numbers": lora(task_type="SEQ_CLS", num_labels=2, problem_type="regression"),
+    "many": lora(task_type="SEQ_CLS", num_labels=5, problem_type="multi_label_classification"),
+    "answer": lora(task_type="QUESTION_ANS", target_modules="all-linear"),
     "plain": lora(),
 }
 Steps = Sequence[Sequence[Sample]]
@@ -56,9 +65,19 @@ def drawn(name: str, steps: int, batch: int = 2) -> Steps:
     found: list[Sample] = []
     for sample in samples(batch * steps, 12, seed=sum(map(ord, name))):
         ids, labels = sample.input_ids, getattr(LORAS[name], "num_labels", None)
-        count = len(ids) if name == "tok" else 1
-        own = [] if labels is None else torch.randint(0, labels, (count,), generator=draw).tolist()
-        found.append(LabelledSample(ids, (*[-100] * (len(ids) - len(own)), *own)) if own else sample)
+        if name == "answer":
+            places = torch.randint(0, len(ids), (2,), generator=draw).sort().values.tolist()
+            found.append(AnswerSample.of_answer(ids, *places))
+        elif name.startswith("number"):
+            values = torch.randn(labels, generator=draw).tolist()
+            found.append(LabelledSample.of_sequence(ids, 0, *values))
+        elif name == "many":
+            flags = torch.randint(0, 2, (labels,), generator=draw).tolist()
+            found.append(LabelledSample.of_sequence(ids, 0, *flags))
+        else:
+            count = len(ids) if name == "tok" else 1
+            own = [] if labels is None else torch.randint(0, labels, (count,), generator=draw).tolist()
+            found.append(LabelledSample(ids, (*[-100] * (len(ids) - len(own)), *own)) if own else sample)
     return [found[i : i + batch] for i in range(0, len(found), batch)]
 
 
@@ -98,25 +117,40 @@ def trained(
 
 def peft_base(base: PreTrainedModel, config: LoraConfig) -> nn.Module:
     """The class that Transformers has for the adapter's task, over the same base."""
-    kinds = {"SEQ_CLS": LlamaForSequenceClassification, "TOKEN_CLS": LlamaForTokenClassification}
+    kinds = {
+        "SEQ_CLS": LlamaForSequenceClassification,
+        "TOKEN_CLS": LlamaForTokenClassification,
+        "QUESTION_ANS": LlamaForQuestionAnswering,
+    }
     if config.task_type not in kinds:
         return copy.deepcopy(base)
     own = copy.deepcopy(base.config)
-    own.num_labels, own.pad_token_id, own.classifier_dropout = config.num_labels, 0, 0.0
+    own.num_labels, own.pad_token_id, own.classifier_dropout = getattr(config, "num_labels", 2), 0, 0.0
+    own.problem_type = getattr(config, "problem_type", None)
     model = kinds[config.task_type](own)
-    model.model.load_state_dict(base.model.state_dict())
+    model.base_model.load_state_dict(base.model.state_dict())
     return model
 
 
 def peft_loss(model: nn.Module, config: LoraConfig, batch: Sequence[Sample]) -> torch.Tensor:
+    """The loss as the model has it; of answers one by one, since there padding takes part."""
+    if config.task_type == "QUESTION_ANS":
+        ends = ("start_positions", "end_positions")
+        found = [
+            model(
+                torch.tensor([sample.input_ids]),
+                **{key: torch.tensor([place]) for key, place in zip(ends, sample.facts, strict=True)},
+            ).loss
+            for sample in batch
+        ]
+        return torch.stack(found).mean()
     given = padded([Sample(sample.input_ids, sample.labels) for sample in batch])
     if config.task_type == "CAUSAL_LM":
         return model(**given, num_items_in_batch=sum(sample.trained_tokens for sample in batch)).loss
-    labels = given.pop("labels")
-    logits = model(**given).logits
     if config.task_type == "SEQ_CLS":
-        labels = torch.tensor([sample.labels[-1] for sample in batch])
-    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+        values = [sample.facts or sample.labels[-1] for sample in batch]
+        given["labels"] = torch.tensor(values, dtype=torch.float if batch[0].facts else None)
+    return model(**given).loss
 
 
 NIGHT = pytest.mark.nightly
@@ -129,6 +163,8 @@ NAMES = [name for name in LORAS if name != "rows"]
         (["head", "embed", "seq", "rows"], 4, 1, False),
         (["norm", "rows", "tok"], 4, 1, True),
         (["head", "rows", "seq", "plain"], 4, 2, False),
+        (["answer", "many", "number"], 4, 1, False),
+        (["answer", "numbers", "head", "plain"], 4, 2, False),
         pytest.param([*LORAS], 25, 1, False, marks=NIGHT),
         pytest.param([*LORAS], 25, 2, False, marks=NIGHT),
         pytest.param([name for name in LORAS if name != "head"], 25, 1, True, marks=NIGHT),
@@ -163,21 +199,22 @@ def test_as_peft_trains_each_alone(
 
 
 def test_alone_as_together_with_dropout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("head", "embed", "seq"):
+    for name in ("head", "embed", "seq", "answer"):
         dropping = copy.deepcopy(LORAS[name])
         dropping.lora_dropout = 0.3
         monkeypatch.setitem(LORAS, name, dropping)
-    base, names = make("llama"), ["head", "embed", "seq", "plain"]
+    base, names = make("llama"), ["head", "embed", "seq", "answer", "plain"]
     together = trained(base, names, 3, tmp_path)
-    for name in ("head", "embed", "seq"):
+    for name in ("head", "embed", "seq", "answer"):
         alone = trained(base, [name], 3, tmp_path / "alone")
         assert alone[name] == pytest.approx(together[name], abs=1e-5)
 
 
-def test_memory_is_forecast(tmp_path: Path) -> None:
+@pytest.mark.parametrize("labels", [["seq"], ["answer", "many", "number"]])
+def test_memory_is_forecast(labels: list[str]) -> None:
     base = make("llama")
     options = StageOptions(torch.device("cpu"), torch.float32)
-    names, shape = ["head", "rows", "seq"], {"head": [9, 5], "rows": [8], "seq": [7]}
+    names = ["head", "rows", *labels]
     loras = {name: LORAS[name] for name in names}
     parts = [DryStage(base, options, span) for span in spans_of(2, base.config.num_hidden_layers)]
     whole = DryStage(base, options)
@@ -189,7 +226,7 @@ def test_memory_is_forecast(tmp_path: Path) -> None:
     engine = Engine(copy.deepcopy(base))
     for name in names:
         engine.create_adapter(name, copy.deepcopy(LORAS[name]), optim(1))
-    own = {name: [drawn(name, 1, len(lengths))[0][0]] for name, lengths in shape.items()}
+    own = {name: drawn(name, 1)[0] for name in names}
     future = engine.start(own, measure=True)
     engine.finish(future)
     lengths = {name: [sample.rows for sample in batch] for name, batch in own.items()}
@@ -303,11 +340,14 @@ def change(key: str, value: Any, index: int = 0) -> Callable[[dict[str, Any]], N
     ("changed", "message"),
     [
         (change("num_labels", None), "num_labels: task_type SEQ_CLS needs the number of labels"),
-        (change("num_labels", 2), "dataset: label 2 is outside of 0 to 1"),
+        (change("num_labels", 2), "labels.jsonl:3: 'label': label 2 is outside of 0 to 1 (num_labels: 2)"),
         (change("dataset", "tokens"), "task_type SEQ_CLS needs format classification, got 'tokens'"),
         (change("dataset", "labels", 1), "format classification needs lora.task_type: SEQ_CLS or TOKEN_CLS"),
+        (change("problem_type", "regression", 1), "problem_type: needs lora.task_type: SEQ_CLS"),
         (change("num_labels", 3, 1), "num_labels: needs lora.task_type: SEQ_CLS or TOKEN_CLS"),
-        (change("lora.task_type", "QUESTION_ANS"), "task_type=QUESTION_ANS cannot be trained in a run yet"),
+        (change("lora.task_type", "QUESTION_ANS"), "task_type QUESTION_ANS needs format question_answering"),
+        (change("lora.task_type", "TOKEN_CLS"), "labels.jsonl:1: 'labels' is missing: task_type TOKEN_CLS"),
+        (change("problem_type", "regression"), "metric_for_best_model: a regression has no accuracy"),
         (change("lora.modules_to_save", ["lm_heat"], 1), "'lm_heat' matches nothing"),
         (change("lora.trainable_token_indices", [260], 2), "token 260 is outside of model.embed_tokens"),
     ],
