@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from mlora.config.aliases import nearest
+from mlora.config.aliases import VALUES, nearest
 from mlora.config.best_rule import BestRule, best_rule, check_evaluation, metric_key
 from mlora.config.full_method import full_faults
 from mlora.config.lora_fields import LoraBlock
@@ -38,6 +38,7 @@ from mlora.config.strict import (
     wrong_keys,
 )
 from mlora.config.sweep_config import SweepConfig
+from mlora.errors import unknown_value
 from mlora.objectives.options import BASE_ROWS, ObjectiveError
 from mlora.objectives.registry import (
     CROSS_ENTROPY,
@@ -117,7 +118,7 @@ class TrainingFields(Strict):
     def _registered(cls, value: str) -> str:
         names = optimizer_names()
         if value not in names:
-            raise ValueError(f"must be one of {', '.join(names)}, got {value!r}")
+            raise ValueError(unknown_value(value, names, VALUES["optim"]))
         if package := missing_package(value):
             raise ValueError(f"{value!r} needs the package {package}: pip install {package}")
         return value

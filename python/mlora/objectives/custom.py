@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
@@ -10,6 +9,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from mlora.errors import unknown_option, unknown_value
 from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
 from mlora.objectives.options import ObjectiveError, Takes
 
@@ -58,7 +58,7 @@ class CustomLoss(Objective):
         if not callable(function):
             raise ObjectiveError(f"expected a name, an Objective or a function, got {function!r}")
         if takes not in get_args(Takes):
-            raise ObjectiveError(f"must be one of {', '.join(get_args(Takes))}, got {takes!r}", ("takes",))
+            raise ObjectiveError(unknown_value(str(takes), get_args(Takes)), ("takes",))
         if reference is not None and not isinstance(reference, str):
             raise ObjectiveError(f"must be __base__ or an adapter's name, got {reference!r}", ("reference",))
         if type(trains_prompts) is not bool:
@@ -110,7 +110,5 @@ class CustomLoss(Objective):
         known = [each.name for each in accepted][1:]
         for key in self._options:
             if key not in known:
-                words = [*known, *_OWN]
-                close = difflib.get_close_matches(key, words, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"its options: {', '.join(words)}"
+                hint = unknown_option(key, [*known, *_OWN])
                 raise ObjectiveError(f"unknown option of {self._name}; {hint}", (key,))

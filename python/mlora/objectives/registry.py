@@ -6,14 +6,14 @@ function and name it as ``module:function``.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from mlora.errors import literals, unknown_option, unknown_value
 from mlora.objectives.options import (
     CpoOptions,
     DpoOptions,
@@ -84,9 +84,8 @@ def resolved(spec: Any) -> str | dict[str, Any]:
     model = _entry(name).options
     for key in options:
         if key not in model.model_fields:
-            raise ObjectiveError(
-                f"unknown option of {name}; {_nearest(key, list(model.model_fields))}", (key,)
-            )
+            hint = unknown_option(key, list(model.model_fields))
+            raise ObjectiveError(f"unknown option of {name}; {hint}", (key,))
     try:
         found = model.model_validate(options).model_dump()
     except ValidationError as error:
@@ -154,13 +153,14 @@ def _split(spec: Any) -> tuple[str, dict[str, Any]]:
         raise ObjectiveError(f"must be a name, or keys and values with the key name, got {spec!r}")
     options = dict(spec)
     if not isinstance(name := options.pop("name", None), str):
-        raise ObjectiveError(f"must be one of {', '.join(_OBJECTIVES)}, or module:function", ("name",))
+        raise ObjectiveError(f"must be one of {', '.join(_OBJECTIVES)} or module:function", ("name",))
     return name, options
 
 
 def _entry(name: str) -> _Entry:
     if name not in _OBJECTIVES:
-        raise ObjectiveError(f"must be one of {', '.join(_OBJECTIVES)}, or module:function, got {name!r}")
+        elsewhere = {"sft": CROSS_ENTROPY, "ipo": "dpo"}  # ipo is a loss_type of dpo
+        raise ObjectiveError(unknown_value(name, [*_OBJECTIVES, "module:function"], elsewhere))
     return _OBJECTIVES[name]
 
 
@@ -174,12 +174,9 @@ def _of_function(name: str, options: Mapping[str, Any]) -> Any:
     return CustomLoss(function, **options)
 
 
-def _nearest(word: str, words: Sequence[str]) -> str:
-    found = difflib.get_close_matches(word, words, n=1)
-    return f"did you mean {found[0]!r}?" if found else f"its options: {', '.join(words) or 'none'}"
-
-
 def _text(fault: Any) -> str:
     """Returns what was expected and what came, from an error of pydantic."""
+    if fault["type"] == "literal_error" and isinstance(fault["input"], str):
+        return unknown_value(fault["input"], literals(fault))
     message = str(fault["msg"]).replace("Input should be", "must be")
     return f"{message}, got {fault['input']!r}"

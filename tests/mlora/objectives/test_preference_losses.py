@@ -188,7 +188,16 @@ def test_names_and_defaults_are_trls() -> None:
         ({"beta": 1}, r"objective\.name: must be one of cross_entropy, dpo"),
         ({"name": "dpo", "beta": -1}, r"objective\.beta: must be greater than 0, got -1"),
         ({"name": "dpo", "beta": True}, r"objective\.beta: must be a valid number, got True"),
-        ({"name": "dpo", "loss_type": "ippo"}, r"objective\.loss_type: must be 'sigmoid', 'hinge', 'ipo' or"),
+        (
+            {"name": "dpo", "loss_type": "ippo"},
+            r"loss_type: 'ippo' is unknown; did you mean 'ipo'\?",
+        ),
+        (
+            {"name": "dpo", "loss_type": "sft"},
+            r"must be one of sigmoid, hinge, ipo or robust, got",
+        ),
+        ("dpoo", r"objective: 'dpoo' is unknown; did you mean 'dpo'\?"),
+        ("sft", r"objective: 'sft' is unknown; did you mean 'cross_entropy'\?"),
         (
             {"name": "dpo", "label_smoothing": 0.1},
             "label_smoothing is read by loss_type robust only, got sigmoid",
@@ -226,7 +235,7 @@ def test_a_custom_loss_by_its_function_and_by_its_name() -> None:
         ObjectiveError, match=r"objective\.marign: unknown option of margins; did you mean 'margin'"
     ):
         resolved({"name": name, "marign": 1})
-    with pytest.raises(ObjectiveError, match=r"objective\.takes: must be one of sequences, pairs, judged"):
+    with pytest.raises(ObjectiveError, match=r"objective\.takes: must be one of sequences, pairs or judged"):
         CustomLoss(margins, takes="triples")  # type: ignore[arg-type]
     wrong = CustomLoss(lambda rows: rows.log_p)
     with pytest.raises(
