@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from mlora.config.aliases import VALUES, nearest
-from mlora.config.best_rule import BestRule, best_rule, check_evaluation, metric_key
+from mlora.config.best_rule import BestRule, best_rule, check_evaluation, unknown_metric
 from mlora.config.full_method import full_faults
 from mlora.config.lora_fields import LoraBlock
 from mlora.config.offload_config import Method, OffloadConfig, not_served
@@ -130,13 +130,6 @@ class TrainingFields(Strict):
             return resolved(value)
         except ObjectiveError as error:
             raise wrong_keys({error.loc: error.message}) from error
-
-    @field_validator("metric_for_best_model")
-    @classmethod
-    def _metric(cls, value: str | None) -> str | None:
-        if value is not None:
-            metric_key(value)
-        return value
 
     @field_validator("max_steps")
     @classmethod
@@ -416,6 +409,8 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
             f"must be at least 2 for objective {name}, whose KL term pairs prompts with completions of other "
             "samples of the batch",
         )
+    if (reason := unknown_metric(adapter)) is not None:
+        yield "metric_for_best_model", reason
     if (reference := reference_of(adapter.objective)) not in (None, BASE_ROWS):
         yield "objective.reference", f"a run compares with {BASE_ROWS} only, got {reference!r}"
     found = formats.get(str(adapter.eval_dataset), WITH_PROMPTS[0])

@@ -6,7 +6,7 @@ function and name it as ``module:function``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
@@ -35,21 +35,32 @@ Style = Literal["dpo", "cpo"]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A class, or its path; its options; and, where only the path is known, what the class says of itself."""
+    """A class, or its path; its options; and, where only the path is known, what the class says of itself.
+
+    `metrics`: the names of those that it reports; None: they are not known before it is used.
+    """
 
     kind: str | type[Objective]
     options: type[BaseModel] = Options
     takes: Takes = "sequences"
+    metrics: tuple[str, ...] | None = None
 
 
+_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
+_OF_PAIRS = ("rewards/accuracies", *_REWARDS)
 _PLACE = "mlora.objectives"
 _OBJECTIVES: dict[str, _Entry] = {
-    CROSS_ENTROPY: _Entry(f"{_PLACE}.objective:CrossEntropy"),
-    "dpo": _Entry(f"{_PLACE}.dpo:Dpo", DpoOptions, "pairs"),
-    "cpo": _Entry(f"{_PLACE}.cpo:Cpo", CpoOptions, "pairs"),
-    "simpo": _Entry(f"{_PLACE}.cpo:Simpo", SimpoOptions, "pairs"),
-    "orpo": _Entry(f"{_PLACE}.orpo:Orpo", OrpoOptions, "pairs"),
-    "kto": _Entry(f"{_PLACE}.kto:Kto", KtoOptions, "judged"),
+    CROSS_ENTROPY: _Entry(f"{_PLACE}.objective:CrossEntropy", metrics=()),
+    "dpo": _Entry(f"{_PLACE}.dpo:Dpo", DpoOptions, "pairs", _OF_PAIRS),
+    "cpo": _Entry(f"{_PLACE}.cpo:Cpo", CpoOptions, "pairs", (*_OF_PAIRS, "nll_loss")),
+    "simpo": _Entry(f"{_PLACE}.cpo:Simpo", SimpoOptions, "pairs", (*_OF_PAIRS, "nll_loss")),
+    "orpo": _Entry(
+        f"{_PLACE}.orpo:Orpo",
+        OrpoOptions,
+        "pairs",
+        (*_OF_PAIRS, "nll_loss", "log_odds_ratio", "log_odds_chosen"),
+    ),
+    "kto": _Entry(f"{_PLACE}.kto:Kto", KtoOptions, "judged", (*_REWARDS, "kl")),
 }
 
 
@@ -99,6 +110,12 @@ def takes(spec: Any) -> Takes:
     """Returns what samples an objective takes; `spec` is what `resolved` returned."""
     name, options = _split(spec)
     return options.get("takes", "sequences") if ":" in name else _entry(name).takes
+
+
+def metrics_of(spec: Any) -> Sequence[str] | None:
+    """Returns the names of the metrics that an objective reports; None: not known before it is used."""
+    name, _ = _split(spec)
+    return None if ":" in name else _entry(name).metrics
 
 
 def name_of(spec: Any) -> str:

@@ -265,7 +265,8 @@ class TrainingLoop:
             "seconds": seconds,
             "peak_memory_bytes": self._engine.peak_memory,
         }
-        record |= means(progress.open_metrics, progress.open_counts, progress.open_units)
+        progress.metrics = means(progress.open_metrics, progress.open_counts, progress.open_units)
+        record |= progress.metrics
         if result.skipped:
             record["skipped"] = True
         progress.open_loss, progress.open_tokens, progress.open_units = 0.0, 0, 0
@@ -304,16 +305,21 @@ class TrainingLoop:
             entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": found.loss_sum / found.units}
             if task.name in exact:
                 entry["eval_exact_match"] = exact[task.name]
-            if "accuracy" in found.metrics:
-                entry["eval_accuracy"] = found.mean_metrics()["accuracy"]
+            more = {f"eval_{name}": value for name, value in found.mean_metrics().items()}
+            entry |= {key: value for key, value in more.items() if key != "eval_loss"}
             task.progress.evaluations.append(entry)
             record = {"adapter": task.name, **entry, "eval_tokens": found.tokens}
-            record |= {f"eval_{name}": value for name, value in found.mean_metrics().items()}
             rule = task.config.best_rule
-            if rule is not None and self._is_best(task, entry):
+            measured = rule is None or rule.metric in entry
+            if rule is not None and measured and self._is_best(task, entry):
                 record["best"] = rule.metric
             self._metrics.write(**record)
             self._reporter.evaluation(task, record)
+            if rule is not None and not measured:
+                has = ", ".join(key for key in entry if key != "step")
+                what = f"metric_for_best_model: {rule.metric} is not measured; metrics: {has}"
+                self._end(task, "stopped", what)
+        tasks = [task for task in tasks if task.progress.state == "running"]
         for task in tasks:
             self._stop_early(task)
 

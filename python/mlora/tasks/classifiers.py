@@ -49,7 +49,8 @@ def check_classifier(
     if not classifies:
         if adapter.num_labels is not None:
             raise RunError("num_labels: needs lora.task_type: SEQ_CLS or TOKEN_CLS")
-        if adapter.best_rule is not None and adapter.best_rule.metric == "eval_accuracy":
+        rule = adapter.best_rule if adapter.objective == "cross_entropy" else None
+        if rule is not None and rule.metric == "eval_accuracy":
             raise RunError("metric_for_best_model: accuracy needs lora.task_type: SEQ_CLS or TOKEN_CLS")
         return
     if adapter.objective != "cross_entropy":

@@ -130,12 +130,6 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ("adapters.0.load_best_model_at_end", "best", "load_best_model_at_end: must be true or false"),
         ("adapters.0.metric_for_best_model", "loss", "metric_for_best_model needs an eval_dataset"),
         ("adapters.0.greater_is_better", True, "greater_is_better needs metric_for_best_model or load_best"),
-        (
-            "adapters.0.metric_for_best_model",
-            "bleu",
-            "adapters[0].metric_for_best_model: 'bleu' is not measured; metrics: loss, accuracy (of a class",
-        ),
-        ("defaults.metric_for_best_model", "eval_tokens", "metric_for_best_model: 'eval_tokens' is not meas"),
         ("adapters.0.load_best_model_at_ends", True, "unknown key; did you mean 'load_best_model_at_end'?"),
         ("adapters.0.priority", 0.5, "adapters[0].priority: must be a whole number, got 0.5"),
         ("adapters.0.max_steps", 0, "adapters[0].max_steps: must be at least 1, or -1"),

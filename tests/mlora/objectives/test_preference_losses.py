@@ -10,7 +10,7 @@ import torch
 from mlora.objectives.custom import CustomLoss, LossError
 from mlora.objectives.objective import LogProbs, LossOfOwner
 from mlora.objectives.options import ObjectiveError
-from mlora.objectives.registry import objective_of, resolved, takes
+from mlora.objectives.registry import metrics_of, objective_of, resolved, takes
 
 LENGTHS = [3, 5, 1, 2, 4, 4]  # of three pairs, or six completions
 FACTS = [(3.0, 5.0, 3 / 8), (1.0, 2.0, 3 / 8), (4.0, 4.0, 3 / 8)]
@@ -157,6 +157,16 @@ def test_kto(loss_type: str, shift: float) -> None:
     bad = [0.4 * ratio for ratio, label in zip(ratios, LABELS, strict=True) if not label]
     assert number(found.metrics["rewards/chosen"]) == pytest.approx(sum(good) / 3, rel=1e-5)
     assert number(found.metrics["rewards/margins"]) == pytest.approx((sum(good) - sum(bad)) / 3, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "dpo", "cpo", "simpo", "orpo", "kto"])
+def test_the_names_of_metrics_are_known_without_a_run(name: str) -> None:
+    log_p, silent = drawn(LENGTHS, 1), drawn(LENGTHS * 3, 2)
+    facts = [LABELS] if name == "kto" else [(1.0, 2.0, 3 / 8)] * 3
+    rows = LogProbs(log_p, LENGTHS, silent, LENGTHS * 3, facts)
+    if name == "dpo":
+        rows = LogProbs(log_p, LENGTHS, drawn(LENGTHS, 2), LENGTHS, facts)
+    assert set(objective_of(name).loss_of(rows).metrics) == set(metrics_of(resolved(name)) or ())
 
 
 def test_kto_reports_no_mean_of_completions_that_the_batch_lacks() -> None:
