@@ -186,7 +186,7 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     from peft.utils.other import get_pattern_key
 
     from mlora_ext.adapters.kind import one_by_one
-    from mlora_ext.nn.targets import is_linear, target_layers
+    from mlora_ext.nn.targets import is_linear, low_rank, target_layers
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
     plain = copy.deepcopy(lora)  # without its task: a causal model has no head for it
@@ -199,6 +199,13 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
             if not any(f".{key}".endswith(f".{entry}") for key in modules):
                 near = nearest(entry, known, "linear layers")
                 lines.append(f"{name}: lora.target_modules: {entry!r} matches nothing in the model; {near}")
+    whole = () if lora.target_modules == "all-linear" else lora.modules_to_save or ()
+    lines += [
+        f"{name}: lora.modules_to_save: {one!r} covers modules of target_modules; they are trained whole and "
+        "get no low-rank parts, as in PEFT"
+        for one in whole
+        if any(f".{one}." in f".{key}." for key in low_rank(layers))
+    ]
     parameters = [key for key, _ in model.named_parameters()]
     lines += [
         f"{name}: lora.target_parameters: {entry!r} matches nothing in the model"

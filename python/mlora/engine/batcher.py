@@ -283,7 +283,7 @@ class Batcher:
             self._states[name].under_way += more
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
-        """Returns the most likely next token of sequences, without dropout.
+        """Returns the most likely next token of sequences, or the label of a classifier, without dropout.
 
         Args:
             batches: token ids by adapter name; None or `__base__` is the base model alone.

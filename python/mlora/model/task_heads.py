@@ -28,11 +28,17 @@ _SERVED = {"SEQ_CLS": "AutoModelForSequenceClassification", "TOKEN_CLS": "AutoMo
 def prepare_head(model: nn.Module, lora: LoraConfig) -> None:
     """Gives a converted causal model the place for an adapter's head, if the adapter's task has one.
 
-    Raises ValueError if the model type's own class for the task has no linear head on the same body.
+    Raises ValueError if the task is not one of a causal model, or the model type's own class for the task has
+    no linear head on the same body.
     """
-    if not task_heads(lora):
-        return
     task = task_of(lora)
+    if not task_heads(lora):
+        if task not in ("None", "CAUSAL_LM"):
+            raise ValueError(
+                f"task_type={task} is not for causal language models, and the base model is one; remove it, "
+                "or use CAUSAL_LM"
+            )
+        return
     if task not in _SERVED:
         raise ValueError(f"task_type={task} cannot be trained in a run yet; use SEQ_CLS or TOKEN_CLS")
     names = model.__dict__.setdefault("mlora_task_heads", {})
