@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlora.cli.common import begin, command
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -167,7 +167,6 @@ def _plain_name(folder: Path) -> str:
 @contextmanager
 def _enough_memory(action: str, advice: str) -> Iterator[None]:
     """Turns running out of memory into a RunError."""
-    from mlora.cluster.device import is_out_of_memory
 
     try:
         yield

@@ -125,9 +125,9 @@ class TrainingFields(Strict):
 
     @field_validator("objective", mode="before")
     @classmethod
-    def _objective(cls, value: Any) -> str | dict[str, Any]:
+    def _objective(cls, value: Any, info: ValidationInfo) -> str | dict[str, Any]:
         try:
-            return resolved(value)
+            return resolved(value, (info.context or {}).get("folder", "."))
         except ObjectiveError as error:
             raise wrong_keys({error.loc: error.message}) from error
 

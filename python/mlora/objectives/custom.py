@@ -6,21 +6,37 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
-from mlora.errors import unknown_option, unknown_value
+from mlora.errors import first_line, is_out_of_memory, unknown_option, unknown_value
 from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
 from mlora.objectives.options import ObjectiveError, Takes
 
 LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
-_FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""What a function of one's own raises by mistake."""
 _OWN = ("takes", "reference", "trains_prompts")
 
 
 class LossError(RuntimeError):
     """A loss of one's own failed; the message names it."""
+
+
+class FailuresOfLoss:
+    """Raises whatever an objective raises as a LossError that names it.
+
+    A loss of one's own may raise anything. Errors of memory pass as they are: they concern the whole run.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self._name = objective.name if isinstance(objective, CustomLoss) else type(objective).__name__
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, LossError) or is_out_of_memory(error):
+            return
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise LossError(f"objective: {self._name} failed: {reason}") from error
 
 
 class CustomLoss(Objective):
@@ -65,7 +81,7 @@ class CustomLoss(Objective):
             raise ObjectiveError(f"must be true or false, got {trains_prompts!r}", ("trains_prompts",))
         self.function, self.takes, self.reference = function, takes, reference
         self.trains_prompts = trains_prompts
-        self._name = getattr(function, "__name__", type(function).__name__)
+        self.name = getattr(function, "__name__", type(function).__name__)
         self._options = options
         self._check()
 
@@ -79,12 +95,8 @@ class CustomLoss(Objective):
 
     def loss_of(self, rows: LogProbs) -> LossOfOwner:
         """Returns the sum over samples of what the function returns."""
-        try:
+        with FailuresOfLoss(self):
             found = self.function(rows, **self._options)
-        except torch.OutOfMemoryError:
-            raise
-        except _FAULTS as error:
-            raise LossError(f"objective: {self._name} failed: {type(error).__name__}: {error}") from error
         losses, metrics = found if isinstance(found, tuple) else (found, {})
         count = len(rows.lengths) // (2 if self.takes == "pairs" else 1)
         self._check_shape("the losses", losses, count)
@@ -98,7 +110,7 @@ class CustomLoss(Objective):
         shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         if shape != [count]:
             raise LossError(
-                f"objective: {self._name} must return {what} of each of {count} samples, a tensor "
+                f"objective: {self.name} must return {what} of each of {count} samples, a tensor "
                 f"[{count}], got {shape}"
             )
 
@@ -111,4 +123,4 @@ class CustomLoss(Objective):
         for key in self._options:
             if key not in known:
                 hint = unknown_option(key, [*known, *_OWN])
-                raise ObjectiveError(f"unknown option of {self._name}; {hint}", (key,))
+                raise ObjectiveError(f"unknown option of {self.name}; {hint}", (key,))

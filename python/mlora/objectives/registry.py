@@ -6,14 +6,16 @@ function and name it as ``module:function``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
 from mlora.errors import literals, unknown_option, unknown_value
+from mlora.objectives.function_file import function_of, placed
 from mlora.objectives.options import (
     CpoOptions,
     DpoOptions,
@@ -80,18 +82,20 @@ def register_objective(name: str, kind: type[Objective], options: type[BaseModel
     _OBJECTIVES[name] = _Entry(kind, options or Options, kind.takes)
 
 
-def resolved(spec: Any) -> str | dict[str, Any]:
+def resolved(spec: Any, folder: Path | str | None = None) -> str | dict[str, Any]:
     """Returns an objective's name with all of its options; the name alone if it has none.
 
     Args:
         spec: a name, or a mapping with the key `name` and options.
+        folder: where a function's file may be, beside Python's path.
 
     Raises:
         ObjectiveError: the objective or an option is unknown, or a value is wrong.
     """
     name, options = _split(spec)
     if ":" in name:
-        return {"name": name, **_of_function(name, options).options()}
+        name = name if folder is None else placed(name, folder)
+        return {"name": name, **_of_function(name, options, folder).options()}
     model = _entry(name).options
     for key in options:
         if key not in model.model_fields:
@@ -181,14 +185,10 @@ def _entry(name: str) -> _Entry:
     return _OBJECTIVES[name]
 
 
-def _of_function(name: str, options: Mapping[str, Any]) -> Any:
+def _of_function(name: str, options: Mapping[str, Any], folder: Path | str | None = None) -> Any:
     from mlora.objectives.custom import CustomLoss  # imports torch, as the function's module will
 
-    try:
-        function: Callable[..., Any] = resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ObjectiveError(f"{name}: cannot be imported: {error}", ("name",)) from error
-    return CustomLoss(function, **options)
+    return CustomLoss(function_of(name, folder), **options)
 
 
 def _text(fault: Any) -> str:

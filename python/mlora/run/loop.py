@@ -13,16 +13,14 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError
 
-from mlora.cluster.device import is_out_of_memory
 from mlora.config.sweep_config import is_trial
 from mlora.engine.adapter_state import BatchResult, added, means
 from mlora.engine.batcher import BatchFuture
-from mlora.errors import RunError, file_line, first_line
+from mlora.errors import RunError, file_line, first_line, is_out_of_memory
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
 from mlora.files.state_files import StateFiles, best_file, files_named
-from mlora.objectives.custom import LossError
 from mlora.optim.optimizer import OptimizerError
 from mlora.pipeline import PipelineError
 from mlora.run.evaluation import evaluate_losses, exact_matches
@@ -98,7 +96,7 @@ class TrainingLoop:
                     f"iteration {self._run.iteration + 1}: {file_line(cause)}; put that right, then go on "
                     f"with `mlora resume {self._folder.path}`"
                 ) from error
-            if isinstance(cause, FloatingPointError | OptimizerError | LossError):
+            if isinstance(cause, FloatingPointError | OptimizerError):
                 raise RunError(f"iteration {self._run.iteration + 1}: {cause}") from error
             if cause is None or not is_out_of_memory(cause):
                 raise
@@ -213,7 +211,7 @@ class TrainingLoop:
         return self._engine.start(batches, ends=ends, measure=self._table.worth_measuring(running))
 
     def _finish(self, group: Group, future: BatchFuture) -> None:
-        results = self._engine.finish(future)
+        results = self._engine.finish(future, raises=False)
         self._table.passed(future.measured)
         stepped = [task for task in group.batched if self._take(task, results[task.name])]
         self._evaluate([task for task in stepped if self._evaluation_due(task)])
@@ -228,7 +226,7 @@ class TrainingLoop:
         """Counts a micro-batch and steps after an accumulation's last one; returns whether it did."""
         progress = task.progress
         if not result.finite:
-            self._stop(task, f"loss of step {progress.step + 1}")
+            self._stop(task, f"loss of step {progress.step + 1}", result.fault)
             return False
         progress.open_loss += result.loss_sum
         progress.open_tokens += result.tokens
@@ -288,7 +286,7 @@ class TrainingLoop:
         losses = evaluate_losses(self._engine, tasks, self._table.fits)
         for task in tasks:
             if not losses[task.name].finite:
-                self._stop(task, f"eval_loss after step {task.progress.step}")
+                self._stop(task, f"eval_loss after step {task.progress.step}", losses[task.name].fault)
         tasks = [task for task in tasks if task.progress.state == "running"]
         asked = [
             task
@@ -343,10 +341,13 @@ class TrainingLoop:
                 task, "finished", f"stopped early: {rule.metric} did not improve in {patience} evaluations"
             )
 
-    def _stop(self, task: Task, what: str) -> None:
-        """Ends a task with a value that is not a number; before its first step no learning rate caused it."""
+    def _stop(self, task: Task, what: str, fault: str = "") -> None:
+        """Ends a task with a value that is not a number, or whose objective failed.
+
+        Before its first step no learning rate caused it.
+        """
         hint = "; try a lower learning_rate" if task.progress.step else ""
-        self._end(task, "stopped", f"the {what} is not a number{hint}")
+        self._end(task, "stopped", fault or f"the {what} is not a number{hint}")
 
     def _end(self, task: Task, state: Literal["finished", "stopped"], message: str) -> None:
         """Ends a task and saves its adapter; that of a failed task only if it keeps its best weights."""
