@@ -127,10 +127,8 @@ def resume(run_dir: RunDir, set_: Overrides = None) -> None:
         from mlora.files.run_folder import RunFolder
         from mlora.run.resumed_config import resumed_config
 
-        settings = set_ or []
-        config = resumed_config(
-            RunFolder(run_dir.resolve()), settings
-        )  # a fault shows before torch is loaded
+        settings, folder = set_ or [], RunFolder(run_dir.resolve())
+        config = resumed_config(folder, settings)  # reports a fault before torch is loaded
         start_stages(config, ["resume", str(run_dir), *with_set(settings)])
         begin()
         from mlora.run.run import resume
