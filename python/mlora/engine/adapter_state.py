@@ -64,8 +64,9 @@ def added(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, 
 
 
 def means(totals: Mapping[str, float], counts: Mapping[str, float], units: int) -> dict[str, float]:
-    """Returns totals divided by their counts, or by `units` where there is none."""
-    return {name: total / counts.get(name, units) for name, total in totals.items()}
+    """Returns totals divided by their counts, or by `units` where there is none; NaN if that is zero."""
+    divisors = {name: counts.get(name, units) for name in totals}
+    return {name: total / divisors[name] if divisors[name] else math.nan for name, total in totals.items()}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -55,6 +56,11 @@ def catch_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that JSON can hold: an objective's metric may be NaN or infinite."""
+    return {key: value for key, value in values.items() if math.isfinite(value)}
 
 
 class TrainingLoop:
@@ -263,7 +269,8 @@ class TrainingLoop:
             "seconds": seconds,
             "peak_memory_bytes": self._engine.peak_memory,
         }
-        progress.metrics = means(progress.open_metrics, progress.open_counts, progress.open_units)
+        found = means(progress.open_metrics, progress.open_counts, progress.open_units)
+        progress.metrics = _finite({key: value for key, value in found.items() if key not in record})
         record |= progress.metrics
         if result.skipped:
             record["skipped"] = True
@@ -306,7 +313,7 @@ class TrainingLoop:
             more = {f"eval_{name}": value for name, value in found.mean_metrics().items()}
             entry |= {key: value for key, value in more.items() if key != "eval_loss"}
             task.progress.evaluations.append(entry)
-            record = {"adapter": task.name, **entry, "eval_tokens": found.tokens}
+            record = {"adapter": task.name, **_finite(entry), "eval_tokens": found.tokens}
             rule = task.config.best_rule
             measured = rule is None or rule.metric in entry
             if rule is not None and measured and self._is_best(task, entry):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -134,5 +135,5 @@ def _own_metrics(task: Task) -> list[str]:
 
 
 def _pair(task: Task, key: str, last: int) -> Pair:
-    after = task.evaluation(last).get(key) if last else None
-    return {"before": task.evaluation(0).get(key), "after": after}
+    found = {"before": task.evaluation(0).get(key), "after": task.evaluation(last).get(key) if last else None}
+    return {when: value if value is None or math.isfinite(value) else None for when, value in found.items()}

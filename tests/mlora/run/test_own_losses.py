@@ -130,6 +130,23 @@ def test_one_that_fails_in_its_first_evaluation(tiny_base: Path, tmp_path: Path)
     assert result.adapters["second"].state == "finished"
 
 
+def test_a_metric_that_is_not_a_number_is_left_out(tiny_base: Path, tmp_path: Path) -> None:
+    """JSON cannot hold it, and it is never the best. A metric `step` does not replace the step of a line."""
+    (tmp_path / "odd.py").write_text(
+        "def loss(rows):\n"
+        "    sums = rows.sums()\n"
+        "    return -sums, {'odd': sums * float('nan'), 'endless': sums * float('-inf'), 'step': sums}\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"] = [data["adapters"][0] | {"objective": "odd:loss", "metric_for_best_model": "endless"}]
+    first = mlora.train(resolve_config(data, folder=tmp_path)).adapters["first"]
+    assert (first.state, first.best) == ("finished", None)
+    assert first.eval_metrics["odd"] == {"before": None, "after": None}
+    records = lines(tmp_path / "run")
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+    assert not {"odd", "eval_odd", "endless", "eval_endless"} & {key for record in records for key in record}
+
+
 def test_an_engine_raises_and_the_others_keep_their_gradients(tiny_base: Path) -> None:
     fails = [False]
 
