@@ -117,7 +117,8 @@ def _no_match(model: nn.Module, config: LoraConfig) -> str:
         wanted = sorted(wanted)
     names = [wanted] if isinstance(wanted, str) else wanted or []
     near = [close for name in names for close in difflib.get_close_matches(name, known, n=1)]
-    others = [key for key in ("exclude_modules", "layers_to_transform") if getattr(config, key) is not None]
+    keys = ("exclude_modules", "layers_to_transform", "modules_to_save")
+    others = [key for key in keys if getattr(config, key) is not None]
     beside = f" (with {', '.join(others)})" if others else ""
     wrong = [name for name in dict.fromkeys(near) if name not in names]
     hint = f"did you mean {', '.join(map(repr, wrong))}? " if wrong else ""

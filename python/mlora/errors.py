@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -17,6 +20,44 @@ class RunError(ValueError):
 
 class MemoryLimitError(ValueError):
     """Something does not fit into an engine's memory limit; the message says how much would."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; torch's allocator on the CPU has no exception type for it."""
+    from torch import OutOfMemoryError
+
+    return isinstance(error, MemoryError | OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def spelt_alike(word: str, words: Sequence[str], alike: float = 0.6) -> str | None:
+    """Returns the most similarly spelt of `words`, or None if no similarity reaches `alike` (0 to 1)."""
+    by_case = {each.lower(): each for each in words}
+    found = difflib.get_close_matches(word.lower(), list(by_case), n=1, cutoff=alike)
+    return by_case[found[0]] if found else None
+
+
+def unknown_option(key: str, known: Sequence[str]) -> str:
+    """Returns the end of a line on an unknown option: which known one may be meant, or all of them."""
+    found = spelt_alike(key, known)
+    return f"did you mean {found!r}?" if found else f"its options: {', '.join(known) or 'none'}"
+
+
+def literals(fault: Any) -> list[str]:
+    """Returns the texts that one of pydantic's errors of the type ``literal_error`` expected."""
+    return re.findall("'([^']*)'", fault["ctx"]["expected"])
+
+
+def unknown_value(value: str, known: Sequence[str], elsewhere: Mapping[str, str] | None = None) -> str:
+    """Returns the message for a value that is none of `known`: which one may be meant, or all of them.
+
+    `elsewhere` holds other tools' names, and which of `known` each of them is.
+    """
+    others = elsewhere or {}
+    found = spelt_alike(value, [*known, *others])
+    if found is None:
+        text = repr(value) if len(value) <= 60 else f"{value[:59]!r}…"
+        return f"must be one of {', '.join(known[:-1])} or {known[-1]}, got {text}"
+    return f"{value!r} is unknown; did you mean {others.get(found, found)!r}?"
 
 
 def first_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,6 +48,11 @@ Overrides = Annotated[
         help="override a key of the config, for example adapters.sums-r8.learning_rate=1e-3; may be repeated",
     ),
 ]
+
+
+def with_set(settings: Sequence[str]) -> list[str]:
+    """Returns the words of a command line that give these overrides."""
+    return [word for setting in settings for word in ("--set", setting)]
 
 
 def print_version(wanted: bool) -> None:
@@ -100,9 +106,8 @@ def start(
         if (config.sweep is not None) != (name == "sweep"):
             what = "holds a sweep" if config.sweep else "holds no sweep"
             raise RunError(f"{run}: {what}; start it with `mlora {'sweep' if config.sweep else 'train'}`")
-        overrides = [word for setting in settings for word in ("--set", setting)]
         flags = [*(["--overwrite"] if overwrite else []), *(["--trace"] if trace else [])]
-        start_stages(config, [name, str(run), *overrides, *flags], overwrite=overwrite)
+        start_stages(config, [name, str(run), *with_set(settings), *flags], overwrite=overwrite)
         begin()
         from mlora.run.run import train
 
@@ -116,17 +121,22 @@ def start(
 
 
 @app.command()
-def resume(run_dir: RunDir) -> None:
+def resume(run_dir: RunDir, set_: Overrides = None) -> None:
     """Continue a run from its last checkpoint."""
     with command(goes_on=True):
         from mlora.files.run_folder import RunFolder
+        from mlora.run.resumed_config import resumed_config
 
-        config = RunFolder(run_dir.resolve()).read_config()  # reports a fault before torch is loaded
-        start_stages(config, ["resume", str(run_dir)])
+        settings, folder = set_ or [], RunFolder(run_dir.resolve())
+        config = resumed_config(folder, settings)  # reports a fault before torch is loaded
+        start_stages(config, ["resume", str(run_dir), *with_set(settings)])
         begin()
         from mlora.run.run import resume
 
-        run_here(config, lambda member: resume(run_dir, reporter=reporter(), member=member))
+        run_here(
+            config,
+            lambda member: resume(run_dir, reporter=reporter(), member=member, settings=settings),
+        )
 
 
 @app.command()

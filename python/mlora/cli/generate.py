@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlora.cli.common import begin, command
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mlora.engine.engine import Engine
     from mlora.model.base_info import BaseInfo
+
+
+ROWS = 64  # prompts that a classifier reads at once
 
 
 def generate(
@@ -59,7 +62,7 @@ def generate(
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<index>")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="print JSON objects")] = False,
 ) -> None:
-    """Complete each prompt with each adapter, all in one batch."""
+    """Complete each prompt with each adapter, all in one batch. A classifier predicts its label."""
     with command():
         begin()
         import torch
@@ -84,26 +87,36 @@ def generate(
         base = BaseInfo(base_model or named)
         tokenizer = base.tokenizer()
         tokens = _tokens(tokenizer, texts, chat)
+        wanted = {name: folders[name] for name in chosen if name != "__base__"}
+        classifiers = _classifiers(wanted)
         with _enough_memory(f"loading {base.name}", "--bf16 takes half the memory"):
-            wanted = {name: folders[name] for name in chosen if name != "__base__"}
             engine = _load(base, wanted, bf16, device, None if base_model else quantization)
         budgets = [_budget(ids, max_new_tokens, base.max_positions) for ids in tokens]
         pairs = [(name, index) for index in range(len(texts)) for name in chosen]
-        requests = [GenerationRequest(name, tokens[index], budgets[index]) for name, index in pairs]
+        completed = [(name, index) for name, index in pairs if name not in classifiers]
+        requests = [GenerationRequest(name, tokens[index], budgets[index]) for name, index in completed]
         torch.manual_seed(seed)
         try:
             with _enough_memory("completing prompts", "give fewer prompts, or lower --max-new-tokens"):
                 outputs = complete(engine.model, requests, end_token=end_token(tokenizer), draw=draw)
+                labels = _labels(engine, classifiers, tokens)
         except ValueError as error:
             raise RunError(str(error)) from error
         escaped = not re.fullmatch("utf-?8", sys.stdout.encoding or "", re.IGNORECASE)
-        for (name, index), output in zip(pairs, outputs, strict=True):
-            completion = text_of(tokenizer, output)
+        found: dict[tuple[str, int], tuple[str, Any]] = {
+            pair: ("completion", text_of(tokenizer, output))
+            for pair, output in zip(completed, outputs, strict=True)
+        }
+        found |= {pair: ("label", label) for pair, label in labels.items()}
+        for name, index in pairs:
+            kind, answer = found[name, index]
             if json_lines:
-                answer = {"adapter": name, "prompt": texts[index], "completion": completion}
-                print(json.dumps(answer, ensure_ascii=escaped))
+                line = {"adapter": name, "prompt": texts[index], kind: answer}
+                print(json.dumps(line, ensure_ascii=escaped))
+            elif kind == "label":
+                print(f"[{name}] {texts[index]} | label {answer}")
             else:
-                print(f"[{name}] {texts[index]}{' | ' if chat else ''}{completion}")
+                print(f"[{name}] {texts[index]}{' | ' if chat else ''}{answer}")
 
 
 def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
@@ -154,7 +167,6 @@ def _plain_name(folder: Path) -> str:
 @contextmanager
 def _enough_memory(action: str, advice: str) -> Iterator[None]:
     """Turns running out of memory into a RunError."""
-    from mlora.cluster.device import is_out_of_memory
 
     try:
         yield
@@ -175,6 +187,40 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bo
         return [template.question(prompt) for prompt in prompts]
     except FormatError as error:
         raise RunError(f"--chat: {error}") from None
+
+
+def _classifiers(folders: Mapping[str, Path]) -> list[str]:
+    """Returns the adapters that predict a label. RunError for one that predicts neither a label nor text."""
+    from mlora_ext.adapters.trained_parts import task_heads, task_of
+    from mlora_ext.nn.interop.read_folder import read_config
+
+    found = []
+    for name, folder in folders.items():
+        try:
+            config = read_config(folder)
+        except ValueError as error:
+            raise RunError(first_line(error)) from error
+        task = task_of(config)
+        if task_heads(config) and task != "SEQ_CLS":
+            of_task = {"TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering"}[task]
+            raise RunError(
+                f"{name}: task_type {task} predicts no text; name other adapters with --adapter, and load "
+                f"{folder} with PEFT over AutoModelFor{of_task}"
+            )
+        found += [name] if task_heads(config) else []
+    return found
+
+
+def _labels(
+    engine: Engine, names: Sequence[str], prompts: Sequence[Sequence[int]]
+) -> dict[tuple[str, int], int]:
+    """Returns the label that each classifier predicts for each prompt, by its name and the prompt's index."""
+    found: dict[tuple[str, int], int] = {}
+    for start in range(0, len(prompts), ROWS) if names else ():
+        part = prompts[start : start + ROWS]
+        for name, labels in engine.next_tokens(dict.fromkeys(names, part)).items():
+            found |= {(name, start + place): label for place, label in enumerate(labels)}
+    return found
 
 
 def _budget(prompt: Sequence[int], wanted: int, positions: int | None) -> int:

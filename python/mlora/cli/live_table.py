@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from mlora.run.reporter import Pace, Reporter
-from mlora.tasks.task import Task
+from mlora.tasks.task import Progress, Task
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
     from rich.live import Live
 
-TITLES = ("adapter", "state", "step", "loss", "eval loss", "tokens/s", "ETA")
+TITLES = ("adapter", "state", "step", "loss", "eval loss", "accuracy", "tokens/s", "ETA")
 GAP = 2  # columns between two cells
 FIRST = ("running", "stopped", "waiting", "paused")
 """States of the rows to show first, in this order, where not all rows have room."""
@@ -39,6 +40,14 @@ def _cut(name: str, head: int, width: int) -> str:
     if len(name) <= width:
         return name
     return f"{name[:head]}…{name[len(name) - max(width - head - 1, 0) :]}"
+
+
+def _accuracy(progress: Progress) -> str:
+    """Returns the share of right labels, or of pairs in the right order: of the latest evaluation or step."""
+    found = {f"eval_{name}": value for name, value in progress.metrics.items()}
+    found |= progress.evaluations[-1] if progress.evaluations else {}
+    share = found.get("eval_accuracy", found.get("eval_rewards/accuracies"))
+    return "" if share is None else f"{share:.1%}"
 
 
 class LiveTable(Reporter):
@@ -124,10 +133,13 @@ class LiveTable(Reporter):
         if len(shown) < len(self._tasks):
             totals = self._totals(states, len(shown))
         cells = [self._cells(task, states[task.name]) for task in shown]
+        used = [title != "accuracy" or any(row[i] for row in cells) for i, title in enumerate(TITLES[1:])]
+        titles = (TITLES[0], *compress(TITLES[1:], used))
+        cells = [list(compress(row, used)) for row in cells]
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
-        for column, title in enumerate(TITLES):
+        for column, title in enumerate(titles):
             table.add_column(title, justify="left" if column < 2 else "right", no_wrap=True)
-        widths = [max(map(len, column)) + GAP for column in zip(TITLES[1:], *cells, strict=True)]
+        widths = [max(map(len, column)) + GAP for column in zip(titles[1:], *cells, strict=True)]
         names = short_names([task.name for task in self._tasks], max(width - sum(widths), 8))
         label = dict(zip(states, names, strict=True))
         for task, row in zip(shown, cells, strict=True):
@@ -167,6 +179,7 @@ class LiveTable(Reporter):
             f"{progress.step}/{task.total_steps}",
             "" if progress.loss is None else f"{progress.loss:.4f}",
             f"{evaluations[-1]['eval_loss']:.4f}" if evaluations else "",
+            _accuracy(progress),
             "" if speed is None else f"{speed:.0f}",
             self._pace.left(task) if state == "running" else "",
         ]

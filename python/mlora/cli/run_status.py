@@ -10,7 +10,6 @@ from typing import Any
 
 from mlora.cli.common import how_to_go_on
 from mlora.cli.tables import result_table
-from mlora.config.best_rule import METRICS
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
@@ -21,6 +20,11 @@ from mlora.sweep.ranking import SweepProgress, sweep_progress
 from mlora.tasks.result import AdapterResult
 
 MIB = 2**20
+STEP_KEYS = (
+    *("adapter", "step", "loss", "tokens", "learning_rate", "grad_norm", "seconds"),
+    *("peak_memory_bytes", "skipped"),
+)
+"""The keys of a step's line in ``metrics.jsonl`` that are no metrics of the objective."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +180,16 @@ def _apply(entry: dict[str, Any], record: dict[str, Any]) -> None:
     entry["step"] = max(entry["step"], record["step"])
     if "loss" in record:
         entry["loss"] = record["loss"]
-    measured = {key: record[key] for key in METRICS if key in record}
+        entry["metrics"] = {key: value for key, value in record.items() if key not in STEP_KEYS}
+    measured = {key: record[key] for key in record if key.startswith("eval_") and key != "eval_tokens"}
     if measured:
         entry["latest_eval"] = {"step": record["step"], **measured}
     if entry.get("saved_step") is not None:  # the task has ended; the summary knows what was saved
         return
     for key, value in measured.items():
-        entry[key]["before" if record["step"] == 0 else "after"] = value
+        name, nothing = key.removeprefix("eval_"), {"before": None, "after": None}
+        pair = entry[key] if key in entry else entry["eval_metrics"].setdefault(name, nothing)
+        pair["before" if record["step"] == 0 else "after"] = value
     if "best" in record:
         metric = record["best"]
         entry["best"] = {"step": record["step"], "metric": metric, "value": record[metric]}

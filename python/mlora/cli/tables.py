@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mlora.tasks.result import SHOWN
+
 
 def print_lines(lines: Iterable[str]) -> None:
     """Prints lines as they are."""
@@ -34,7 +36,9 @@ def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | No
 
     `summary` is the content of ``summary.json``. `more` holds further columns: title and a cell per adapter.
     """
-    titles = ["adapter", "state", "step", "loss", "eval loss before", "after", "exact match before", "after"]
+    titles = ["adapter", "state", "step", "loss", *(title for title, _ in SHOWN.values())]
+    titles += ["eval loss before", "after", "exact match before", "after"]
+    titles += [text for title, _ in SHOWN.values() for text in (f"eval {title} before", "after")]
     rows = [[*titles, "best step"]]
     for name, entry in summary["adapters"].items():
         loss, exact = entry["eval_loss"], entry["eval_exact_match"]
@@ -46,10 +50,12 @@ def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | No
                 "unfinished" if waits else entry["state"],
                 f"{entry['step']}{total}",
                 _number(entry["loss"], ".4f"),
+                *_last_metrics(entry),
                 _number(loss.get("before"), ".4f"),
                 _number(loss.get("after"), ".4f"),
                 _number(exact.get("before"), ".1%"),
                 _number(exact.get("after"), ".1%"),
+                *_evaluated_metrics(entry),
                 _best(entry),
             ]
         )
@@ -62,6 +68,29 @@ def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | No
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def _evaluated(entry: Mapping[str, Any], name: str) -> Mapping[str, float | None]:
+    found: Mapping[str, float | None] | None = entry.get("eval_metrics", {}).get(name)
+    return found or (entry.get("eval_accuracy", {}) if name == "accuracy" else {})
+
+
+def _last_metrics(entry: Mapping[str, Any]) -> list[str]:
+    """Returns the metrics of the last step; empty where evaluations measure them."""
+    last = {name: value for name, value in entry.get("metrics", {}).items() if name in SHOWN}
+    for name in SHOWN:
+        if any(value is not None for value in _evaluated(entry, name).values()):
+            last.pop(name, None)
+    return [_number(last.get(name), form) for name, (_, form) in SHOWN.items()]
+
+
+def _evaluated_metrics(entry: Mapping[str, Any]) -> list[str]:
+    """Returns the metrics of evaluations, before and after."""
+    return [
+        _number(_evaluated(entry, name).get(when), form)
+        for name, (_, form) in SHOWN.items()
+        for when in ("before", "after")
+    ]
 
 
 def _best(entry: Mapping[str, Any]) -> str:

@@ -100,8 +100,3 @@ def load_operators() -> None:
             f"the compiled operators cannot be loaded: {first_line(error)}; build them anew for this torch "
             "with `pip install --no-build-isolation .` or `make env` in the source folder"
         ) from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; torch's allocator on the CPU has no exception type for it."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

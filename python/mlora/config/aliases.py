@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
+
+from mlora.errors import spelt_alike
 
 NAMES = {
     key: names.split()
@@ -70,6 +71,12 @@ NAMES = {
 }
 """Names of a key in other tools, by the key's name here."""
 
+VALUES = {
+    "optim": {"adamw": "adamw_torch", "adam": "adamw_torch", "adamw_hf": "adamw_torch"},
+    "format": {"chat": "messages", "chatml": "messages", "openai": "messages", "conversations": "sharegpt"},
+}
+"""Values by their names in other tools, for each key that has such."""
+
 UNSUPPORTED = {
     key
     for keys in (
@@ -100,11 +107,6 @@ def known_as(word: str, words: Sequence[str]) -> str | None:
     """Returns the word of `words` that another tool calls `word`, or None."""
     plain = word.lower().replace("-", "_")
     return next((key for key, aliases in NAMES.items() if plain in aliases and key in words), None)
-
-
-def spelt_alike(word: str, words: Sequence[str], alike: float = 0.6) -> str | None:
-    """Returns the most similarly spelt of `words`, or None if no similarity reaches `alike` (0 to 1)."""
-    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=alike)), None)
 
 
 def nearest(word: str, words: Sequence[str], what: str = "known keys") -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-METRICS = {
-    "eval_loss": "loss",
-    "eval_accuracy": "accuracy (of a classifier)",
-    "eval_exact_match": "exact_match (needs eval_exact_match: true)",
-}
+from mlora.errors import spelt_alike
+from mlora.objectives.registry import CROSS_ENTROPY, metrics_of, name_of
+
 FIELDS = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
 
 
@@ -17,7 +15,7 @@ FIELDS = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_
 class BestRule:
     """How two evaluations of an adapter compare."""
 
-    metric: str  # a key of ``METRICS``
+    metric: str  # a key of evaluations, such as ``eval_loss``
     greater: bool  # whether greater is better
     loads: bool  # whether the adapter ends with the weights of its best evaluation, not of its last step
 
@@ -30,10 +28,27 @@ class BestRule:
 
 def metric_key(name: str) -> str:
     """Returns a metric's key in evaluations. As in Transformers, the prefix ``eval_`` may be left out."""
-    key = name if name.startswith("eval_") else f"eval_{name}"
-    if key not in METRICS:
-        raise ValueError(f"{name!r} is not measured; metrics: {', '.join(METRICS.values())}")
-    return key
+    return name if name.startswith("eval_") else f"eval_{name}"
+
+
+def unknown_metric(adapter: Any) -> str | None:
+    """Returns why an `AdapterConfig`'s evaluations lack its ``metric_for_best_model``; None: they have it.
+
+    What a loss of one's own reports shows in the first evaluation.
+    """
+    asked, found = adapter.metric_for_best_model, metrics_of(adapter.objective)
+    if asked is None or found is None:
+        return None
+    known = {"loss": "", **dict.fromkeys(found, "")}
+    if adapter.objective == CROSS_ENTROPY:
+        known |= {"accuracy": " (of a classifier)", "exact_match": " (needs eval_exact_match: true)"}
+    name = metric_key(asked).removeprefix("eval_")
+    if name in known:
+        return None
+    near = spelt_alike(name, list(known))
+    metrics = ", ".join(one + more for one, more in known.items())
+    hint = f"did you mean {near!r}?" if near else f"metrics: {metrics}"
+    return f"{asked!r} is not measured with objective {name_of(adapter.objective)}; {hint}"
 
 
 def best_rule(adapter: Any) -> BestRule | None:

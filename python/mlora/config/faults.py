@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mlora.config.aliases import UNSUPPORTED, known_as, spelt_alike
+from mlora.config.aliases import UNSUPPORTED, VALUES, known_as
 from mlora.config.lora_fields import CHOICES
 from mlora.config.offload_config import OffloadConfig
 from mlora.config.quantization_config import QuantizationConfig
@@ -16,6 +16,7 @@ from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
 from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import SweepConfig
+from mlora.errors import literals, spelt_alike, unknown_value
 
 MODELS: dict[str, type[BaseModel]] = {
     "defaults": TrainingFields,
@@ -134,6 +135,8 @@ def _message(fault: Any) -> str:
         return f"a key must be text, got {shown(value)}; put it in quotes"
     if kind == "model_type":
         return f"must be keys and values{_some_keys(location)}, got {shown(value)}"
+    if kind == "literal_error" and isinstance(value, str):
+        return unknown_value(value, literals(fault), VALUES.get(str(location[-1])))
     bounds = {key: f"{bound:.15g}" for key, bound in fault.get("ctx", {}).items() if type(bound) is float}
     text = EXPECTED.get(kind, fault["msg"]).format(**(fault.get("ctx", {}) | bounds))
     return text if kind.endswith("too_short") else f"{text}, got {shown(value)}"

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, Field, StrictBool, ValidationInf
 
 from mlora.config.aliases import nearest
 from mlora.config.strict import shown
+from mlora.errors import spelt_alike
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,11 +63,31 @@ def _names(value: Any) -> Any:
     return value
 
 
+def _spelt(value: Any, info: ValidationInfo) -> Any:
+    """Refuses a misspelt value. PEFT and `mlora_ext` refuse other unknown ones, with their reasons."""
+    known, found = _VALUES[str(info.field_name)], None
+    if isinstance(value, str) and value not in known and not value.lower().startswith("pissa_niter_"):
+        found = spelt_alike(value, known)
+    if found is None or (info.field_name == "init_lora_weights" and str(value).lower() == found):
+        return value  # PEFT ignores case there
+    raise ValueError(f"{value!r} is unknown; did you mean {found!r}?")
+
+
+_VALUES = {
+    "bias": ("none", "all", "lora_only"),
+    "init_lora_weights": (
+        *("gaussian", "orthogonal", "eva", "pissa", "pissa_niter_16", "olora", "corda", "lora_ga"),
+        *("loftq", "mica"),
+    ),
+    "task_type": ("CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"),
+}
+"""PEFT's values of the fields that hold a name, supported or not."""
 Rank = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 Alpha = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_not_zero)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 Modules = Annotated[Any, AfterValidator(_modules)]
 Names = Annotated[Any, AfterValidator(_names)]
+Spelt = Annotated[Any, AfterValidator(_spelt)]
 Note = Annotated[Any, AfterValidator(_note)]
 
 
@@ -98,10 +119,13 @@ class _Checked(PeftNotes, extra="forbid"):
     rank_pattern: dict[Pattern, Rank] | None = None
     alpha_pattern: dict[Pattern, Alpha] | None = None
     use_dora: StrictBool = False
+    bias: Spelt = None
+    init_lora_weights: Spelt = None
+    task_type: Spelt = None
 
 
 _UNCHECKED = (
-    "bias modules_to_save init_lora_weights layers_to_transform layers_pattern task_type megatron_config "
+    "modules_to_save layers_to_transform layers_pattern megatron_config "
     "trainable_token_indices loftq_config eva_config corda_config lora_ga_config velora_config "
     "alora_invocation_tokens use_qalora monteclora_config layer_replication lora_bias use_bdlora "
     "arrow_config kasa_config ensure_weight_tying"
@@ -167,7 +191,7 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     from peft.utils.other import get_pattern_key
 
     from mlora_ext.adapters.kind import one_by_one
-    from mlora_ext.nn.targets import is_linear, target_layers
+    from mlora_ext.nn.targets import is_linear, low_rank, target_layers
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
     plain = copy.deepcopy(lora)  # without its task: a causal model has no head for it
@@ -180,6 +204,13 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
             if not any(f".{key}".endswith(f".{entry}") for key in modules):
                 near = nearest(entry, known, "linear layers")
                 lines.append(f"{name}: lora.target_modules: {entry!r} matches nothing in the model; {near}")
+    whole = () if lora.target_modules == "all-linear" else lora.modules_to_save or ()
+    lines += [
+        f"{name}: lora.modules_to_save: {one!r} covers modules of target_modules; they are trained whole and "
+        "get no low-rank parts, as in PEFT"
+        for one in whole
+        if any(f".{one}." in f".{key}." for key in low_rank(layers))
+    ]
     parameters = [key for key, _ in model.named_parameters()]
     lines += [
         f"{name}: lora.target_parameters: {entry!r} matches nothing in the model"

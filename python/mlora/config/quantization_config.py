@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mlora.config.aliases import nearest
 from mlora.config.strict import Location, Strict, wrong_keys
+from mlora.errors import unknown_value
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "bnb-nf4": ("double_quant", "compute_dtype"),
@@ -37,7 +37,7 @@ class QuantizationConfig(Strict):
     @classmethod
     def _known(cls, value: str) -> str:
         if value not in OPTIONS:
-            raise ValueError(f"no method is named {value!r}; {nearest(value, list(OPTIONS), 'methods')}")
+            raise ValueError(unknown_value(value, list(OPTIONS)))
         return value
 
     @model_validator(mode="after")

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from mlora.config.aliases import nearest
-from mlora.config.best_rule import BestRule, best_rule, check_evaluation, metric_key
+from mlora.config.aliases import VALUES, nearest
+from mlora.config.best_rule import BestRule, best_rule, check_evaluation, unknown_metric
 from mlora.config.full_method import full_faults
 from mlora.config.lora_fields import LoraBlock
 from mlora.config.offload_config import Method, OffloadConfig, not_served
@@ -38,6 +38,7 @@ from mlora.config.strict import (
     wrong_keys,
 )
 from mlora.config.sweep_config import SweepConfig
+from mlora.errors import unknown_value
 from mlora.objectives.options import BASE_ROWS, START, ObjectiveError
 from mlora.objectives.registry import (
     CROSS_ENTROPY,
@@ -117,25 +118,18 @@ class TrainingFields(Strict):
     def _registered(cls, value: str) -> str:
         names = optimizer_names()
         if value not in names:
-            raise ValueError(f"must be one of {', '.join(names)}, got {value!r}")
+            raise ValueError(unknown_value(value, names, VALUES["optim"]))
         if package := missing_package(value):
             raise ValueError(f"{value!r} needs the package {package}: pip install {package}")
         return value
 
     @field_validator("objective", mode="before")
     @classmethod
-    def _objective(cls, value: Any) -> str | dict[str, Any]:
+    def _objective(cls, value: Any, info: ValidationInfo) -> str | dict[str, Any]:
         try:
-            return resolved(value)
+            return resolved(value, (info.context or {}).get("folder", "."))
         except ObjectiveError as error:
             raise wrong_keys({error.loc: error.message}) from error
-
-    @field_validator("metric_for_best_model")
-    @classmethod
-    def _metric(cls, value: str | None) -> str | None:
-        if value is not None:
-            metric_key(value)
-        return value
 
     @field_validator("max_steps")
     @classmethod
@@ -418,6 +412,8 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
             f"must be at least 2 for objective {name}, whose KL term pairs prompts with completions of other "
             "samples of the batch",
         )
+    if (reason := unknown_metric(adapter)) is not None:
+        yield "metric_for_best_model", reason
     reference = reference_of(adapter.objective)
     if reference not in (None, BASE_ROWS, START):
         yield "objective.reference", f"expected {BASE_ROWS} or {START}, got {reference!r}"

@@ -70,12 +70,14 @@ def unpaired(tokenizer: PreTrainedTokenizerBase) -> Parser:
         prompt, completion = _half(fields, "prompt"), _half(fields, "completion")
         if "label" not in fields:
             raise FormatError(f"'label' is missing; the line has {', '.join(map(repr, fields))}")
-        if type(fields["label"]) is not bool:
-            raise FormatError(f"'label' must be true or false, got {json_name(fields['label'])}")
+        label = fields["label"]
+        if type(label) not in (bool, int) or label not in (0, 1):
+            got = label if type(label) is int else json_name(label)
+            raise FormatError(f"'label' must be true or false (or 1 or 0), got {got}")
         _same_kind({"prompt": prompt, "completion": completion})
         start, (whole,) = _dpo_ids(tokenizer, chat, prompt, [completion], fields)
         place = common_start(start, whole)
-        found = Judged(whole[:place], whole[place:], fields["label"])
+        found = Judged(whole[:place], whole[place:], bool(label))
         return Record(found, doubt=DOUBT if place < len(start) else "")
 
     return parse

@@ -22,6 +22,7 @@ class BatchResult:
         units: what divides the loss: the number of trained tokens, unless its objective says otherwise.
         metrics: sums of the objective's metrics over units.
         counts: what divides those metrics that are not divided by units.
+        fault: why its objective failed; empty if it did not. `loss_sum` is NaN then, and it has no gradient.
     """
 
     loss_sum: float
@@ -29,6 +30,7 @@ class BatchResult:
     units: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
+    fault: str = ""
 
     @property
     def loss(self) -> float:
@@ -48,7 +50,8 @@ class BatchResult:
         """
         metrics, counts = added(self.metrics, other.metrics), added(self.counts, other.counts)
         loss, tokens = self.loss_sum + other.loss_sum, self.tokens + other.tokens
-        return BatchResult(loss, tokens, self.units + other.units, metrics, counts)
+        fault = self.fault or other.fault
+        return BatchResult(loss, tokens, self.units + other.units, metrics, counts, fault)
 
     def mean_metrics(self) -> dict[str, float]:
         """Returns the objective's metrics per unit, or per what divides them."""
@@ -61,8 +64,9 @@ def added(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, 
 
 
 def means(totals: Mapping[str, float], counts: Mapping[str, float], units: int) -> dict[str, float]:
-    """Returns totals divided by their counts, or by `units` where there is none."""
-    return {name: total / counts.get(name, units) for name, total in totals.items()}
+    """Returns totals divided by their counts, or by `units` where there is none; NaN if that is zero."""
+    divisors = {name: counts.get(name, units) for name in totals}
+    return {name: total / divisors[name] if divisors[name] else math.nan for name, total in totals.items()}
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from mlora.engine.adapter_state import AdapterStates, BatchResult
 from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
 from mlora.engine.stage_group import StageGroup
 from mlora.memory.estimate import MemorySample
+from mlora.objectives.custom import LossError
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.objective import CrossEntropy, Objective
 from mlora.objectives.options import owner_of
 from mlora.objectives.registry import CROSS_ENTROPY
+from mlora.optim.step_rule import Update
 from mlora.pipeline.order import ALONE, RoundPosition
 
 _CROSS_ENTROPY = CrossEntropy()
@@ -75,6 +77,8 @@ class Batcher:
 
         Raises:
             ValueError: if a name is unknown, or a sample is malformed.
+            LossError: if an adapter's objective failed. That adapter loses what it has accumulated; the
+                others have their gradients.
             Exception: what the model raises, such as `torch.OutOfMemoryError`. A single stage goes on, and
                 the batch's adapters lose what they have accumulated, also from earlier batches.
         """
@@ -177,11 +181,12 @@ class Batcher:
         by_last = {future.last: future for future in futures}
         return by_last[0] if 0 in by_last else by_last[self._pipeline.first_done(list(by_last))]
 
-    def finish(self, future: BatchFuture) -> dict[str, BatchResult]:
+    def finish(self, future: BatchFuture, *, raises: bool = True) -> dict[str, BatchResult]:
         """Waits until a batch has passed the pipeline.
 
         Args:
             future: of `start`; batches end in the order in which they started.
+            raises: whether a failed objective is an error. If not, see `BatchResult.fault`.
 
         Returns:
             Results by adapter name.
@@ -212,6 +217,10 @@ class Batcher:
             after = self.memory_after if self._states.idle else ()
             self._admission.passed(future.measured, self.peak_memory, after)
             self._admission.left(id(future))
+        for name in (name for name, result in results.items() if result.fault):
+            self._states[name].leave(Update())
+        if raises:
+            _raise_faults(results)
         return results
 
     def _take_back(self, future: BatchFuture, parts: _Parts) -> None:
@@ -233,22 +242,24 @@ class Batcher:
 
         Raises:
             ValueError: if a name is unknown, or a sample is malformed.
+            LossError: if an adapter's objective failed.
         """
         return next(self.evaluate_each([batches]))
 
     def evaluate_each(
-        self, batches: Iterable[Mapping[str | None, Sequence[Sample]]]
+        self, batches: Iterable[Mapping[str | None, Sequence[Sample]]], *, raises: bool = True
     ) -> Iterator[dict[str, BatchResult]]:
         """Evaluates batch after batch; over several stages, some are under way at once.
 
         Args:
             batches: as for `evaluate`; taken as the pipeline has room for more.
+            raises: as for `finish`.
 
         Yields:
             The results of each batch, in their order.
 
         Raises:
-            ValueError: as `evaluate`.
+            ValueError, LossError: as `evaluate`.
         """
         under_way: deque[_Parts] = deque()
         try:
@@ -257,14 +268,14 @@ class Batcher:
                 under_way.append([(part, self._enter(part, train=False)) for part in packed])
                 self._count_evaluation(under_way[-1], 1)
                 if len(under_way) == 2 * self.stages * self.replicas:
-                    yield self._evaluated(under_way)
+                    yield self._evaluated(under_way, raises)
             while under_way:
-                yield self._evaluated(under_way)
+                yield self._evaluated(under_way, raises)
         finally:
             while under_way:  # a batch was malformed, or the caller stopped early
-                self._evaluated(under_way)
+                self._evaluated(under_way, raises=False)
 
-    def _evaluated(self, under_way: deque[_Parts]) -> dict[str, BatchResult]:
+    def _evaluated(self, under_way: deque[_Parts], raises: bool) -> dict[str, BatchResult]:
         """Returns the results of the oldest batch; after an error none of the others comes back."""
         found: dict[str, BatchResult] = {}
         with ExitStack() as stack:
@@ -274,6 +285,8 @@ class Batcher:
                     found[name] = found[name].plus(result) if name in found else result
             stack.pop_all()
         self._count_evaluation(under_way.popleft(), -1)
+        if raises:
+            _raise_faults(found)
         return found
 
     def _forget(self, under_way: deque[_Parts]) -> None:
@@ -285,7 +298,7 @@ class Batcher:
             self._states[name].under_way += more
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
-        """Returns the most likely next token of sequences, without dropout.
+        """Returns the most likely next token of sequences, or the label of a classifier, without dropout.
 
         Args:
             batches: token ids by adapter name; None or `__base__` is the base model alone.
@@ -445,13 +458,23 @@ class Batcher:
             self.memory_after = [note["used_memory"] for note in result.notes]
         report = result.report
         metrics = report.get("metrics") or [{} for _ in batch.names]
+        faults = report.get("faults") or ["" for _ in batch.names]
         found = {}
-        for name, loss, own in zip(batch.names, report["losses"].tolist(), metrics, strict=True):
+        for name, loss, own, fault in zip(
+            batch.names, report["losses"].tolist(), metrics, faults, strict=True
+        ):
             units = batch.units.get(name, batch.tokens[name])
             totals = {key: total for key, (total, _) in own.items()}
             counts = {key: count for key, (_, count) in own.items() if count is not None}
-            found[name] = BatchResult(loss, batch.tokens[name], units, totals, counts)
+            found[name] = BatchResult(loss, batch.tokens[name], units, totals, counts, fault)
         return result.notes, found
+
+
+def _raise_faults(results: Mapping[str, BatchResult]) -> None:
+    """Raises LossError if an objective failed."""
+    for name, result in results.items():
+        if result.fault:
+            raise LossError(f"adapter {name!r}: {result.fault}")
 
 
 def _only_read(batch: PackedBatch) -> list[str]:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
-from mlora.cluster.device import is_out_of_memory
 from mlora.data.packing import BASE
 from mlora.data.preference import JointSample
 from mlora.data.record import LabelledSample, Sample
 from mlora.engine.adapter_memory import LEAST, seed_shapes, spread
 from mlora.engine.memory_limit import RESERVED
-from mlora.errors import MemoryLimitError
+from mlora.errors import MemoryLimitError, is_out_of_memory
 from mlora.memory.estimate import MemorySample
 from mlora.memory.memory_model import SilentRows
 from mlora.model.task_heads import label_objective

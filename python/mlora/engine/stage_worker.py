@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mlora_ext
-from mlora.cluster.device import is_out_of_memory
 from mlora.data.packing import BASE, PackedRows
-from mlora.errors import first_line
+from mlora.errors import first_line, is_out_of_memory
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
@@ -403,8 +402,8 @@ class StageWorker(Hooks, nn.Module):
                 each row.
 
         Returns:
-            The scaled total to differentiate, and `losses` `[N]` fp64 and `metrics` of each owner; or zero
-            and tokens `[M]`.
+            The scaled total to differentiate, and `losses` `[N]` fp64, `metrics` and `faults` of each owner;
+            or zero and tokens `[M]`.
         """
         self._next_phase()
         output, quiet = output if isinstance(output, tuple) else (output, None)
@@ -420,7 +419,8 @@ class StageWorker(Hooks, nn.Module):
             tokens = tokens.to(output.device, torch.int64)
             owners = self._owners(targets, quiet)
             losses = self._token_losses(output, rows, tokens, owners, targets.get("names", ()))
-            total, found = losses.total, {"losses": losses.sums, "metrics": list(losses.metrics)}
+            total = losses.total
+            found = {"losses": losses.sums, "metrics": list(losses.metrics), "faults": list(losses.faults)}
         self._next_phase()
         return total, found
 

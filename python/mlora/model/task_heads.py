@@ -43,11 +43,17 @@ class HeadPlace:
 def prepare_head(model: nn.Module, lora: LoraConfig) -> None:
     """Gives a converted causal model the place for an adapter's head, if the adapter's task has one.
 
-    Raises ValueError if the model type's own class for the task has no linear head on the same body.
+    Raises ValueError if the task is not one of a causal model, or the model type's own class for the task has
+    no linear head on the same body.
     """
-    if not task_heads(lora):
-        return
     task = task_of(lora)
+    if not task_heads(lora):
+        if task not in ("None", "CAUSAL_LM"):
+            raise ValueError(
+                f"task_type={task} is not for causal language models, and the base model is one; remove it, "
+                "or use CAUSAL_LM"
+            )
+        return
     places = model.__dict__.setdefault("mlora_task_heads", {})
     if task not in places:
         places[task] = head_place(model.config, lora)

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-import torch
 from torch import Tensor
 
+from mlora.errors import first_line, is_out_of_memory, unknown_option, unknown_value
 from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
 from mlora.objectives.options import ObjectiveError, Takes
 
 LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
-_FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""What a function of one's own raises by mistake."""
 _OWN = ("takes", "reference", "trains_prompts")
 
 
 class LossError(RuntimeError):
     """A loss of one's own failed; the message names it."""
+
+
+class FailuresOfLoss:
+    """Raises whatever an objective raises as a LossError that names it.
+
+    A loss of one's own may raise anything. Errors of memory pass as they are: they concern the whole run.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self._name = objective.name if isinstance(objective, CustomLoss) else type(objective).__name__
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, LossError) or is_out_of_memory(error):
+            return
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise LossError(f"objective: {self._name} failed: {reason}") from error
 
 
 class CustomLoss(Objective):
@@ -58,14 +74,14 @@ class CustomLoss(Objective):
         if not callable(function):
             raise ObjectiveError(f"expected a name, an Objective or a function, got {function!r}")
         if takes not in get_args(Takes):
-            raise ObjectiveError(f"must be one of {', '.join(get_args(Takes))}, got {takes!r}", ("takes",))
+            raise ObjectiveError(unknown_value(str(takes), get_args(Takes)), ("takes",))
         if reference is not None and not isinstance(reference, str):
             raise ObjectiveError(f"must be __base__ or an adapter's name, got {reference!r}", ("reference",))
         if type(trains_prompts) is not bool:
             raise ObjectiveError(f"must be true or false, got {trains_prompts!r}", ("trains_prompts",))
         self.function, self.takes, self.reference = function, takes, reference
         self.trains_prompts = trains_prompts
-        self._name = getattr(function, "__name__", type(function).__name__)
+        self.name = getattr(function, "__name__", type(function).__name__)
         self._options = options
         self._check()
 
@@ -79,12 +95,8 @@ class CustomLoss(Objective):
 
     def loss_of(self, rows: LogProbs) -> LossOfOwner:
         """Returns the sum over samples of what the function returns."""
-        try:
+        with FailuresOfLoss(self):
             found = self.function(rows, **self._options)
-        except torch.OutOfMemoryError:
-            raise
-        except _FAULTS as error:
-            raise LossError(f"objective: {self._name} failed: {type(error).__name__}: {error}") from error
         losses, metrics = found if isinstance(found, tuple) else (found, {})
         count = len(rows.lengths) // (2 if self.takes == "pairs" else 1)
         self._check_shape("the losses", losses, count)
@@ -98,7 +110,7 @@ class CustomLoss(Objective):
         shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         if shape != [count]:
             raise LossError(
-                f"objective: {self._name} must return {what} of each of {count} samples, a tensor "
+                f"objective: {self.name} must return {what} of each of {count} samples, a tensor "
                 f"[{count}], got {shape}"
             )
 
@@ -110,7 +122,5 @@ class CustomLoss(Objective):
         known = [each.name for each in accepted][1:]
         for key in self._options:
             if key not in known:
-                words = [*known, *_OWN]
-                close = difflib.get_close_matches(key, words, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"its options: {', '.join(words)}"
-                raise ObjectiveError(f"unknown option of {self._name}; {hint}", (key,))
+                hint = unknown_option(key, [*known, *_OWN])
+                raise ObjectiveError(f"unknown option of {self.name}; {hint}", (key,))

@@ -6,14 +6,16 @@ function and name it as ``module:function``.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
+from mlora.errors import literals, unknown_option, unknown_value
+from mlora.objectives.function_file import function_of, placed
 from mlora.objectives.options import (
     CpoOptions,
     DpoOptions,
@@ -35,21 +37,32 @@ Style = Literal["dpo", "cpo"]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A class, or its path; its options; and, where only the path is known, what the class says of itself."""
+    """A class, or its path; its options; and, where only the path is known, what the class says of itself.
+
+    `metrics`: the names of those that it reports; None: they are not known before it is used.
+    """
 
     kind: str | type[Objective]
     options: type[BaseModel] = Options
     takes: Takes = "sequences"
+    metrics: tuple[str, ...] | None = None
 
 
+_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
+_OF_PAIRS = ("rewards/accuracies", *_REWARDS)
 _PLACE = "mlora.objectives"
 _OBJECTIVES: dict[str, _Entry] = {
-    CROSS_ENTROPY: _Entry(f"{_PLACE}.objective:CrossEntropy"),
-    "dpo": _Entry(f"{_PLACE}.dpo:Dpo", DpoOptions, "pairs"),
-    "cpo": _Entry(f"{_PLACE}.cpo:Cpo", CpoOptions, "pairs"),
-    "simpo": _Entry(f"{_PLACE}.cpo:Simpo", SimpoOptions, "pairs"),
-    "orpo": _Entry(f"{_PLACE}.orpo:Orpo", OrpoOptions, "pairs"),
-    "kto": _Entry(f"{_PLACE}.kto:Kto", KtoOptions, "judged"),
+    CROSS_ENTROPY: _Entry(f"{_PLACE}.objective:CrossEntropy", metrics=()),
+    "dpo": _Entry(f"{_PLACE}.dpo:Dpo", DpoOptions, "pairs", _OF_PAIRS),
+    "cpo": _Entry(f"{_PLACE}.cpo:Cpo", CpoOptions, "pairs", (*_OF_PAIRS, "nll_loss")),
+    "simpo": _Entry(f"{_PLACE}.cpo:Simpo", SimpoOptions, "pairs", (*_OF_PAIRS, "nll_loss")),
+    "orpo": _Entry(
+        f"{_PLACE}.orpo:Orpo",
+        OrpoOptions,
+        "pairs",
+        (*_OF_PAIRS, "nll_loss", "log_odds_ratio", "log_odds_chosen"),
+    ),
+    "kto": _Entry(f"{_PLACE}.kto:Kto", KtoOptions, "judged", (*_REWARDS, "kl")),
 }
 _OF_LABELS = {
     "single_label_classification": f"{_PLACE}.label_losses:SingleLabel",
@@ -76,24 +89,25 @@ def register_objective(name: str, kind: type[Objective], options: type[BaseModel
     _OBJECTIVES[name] = _Entry(kind, options or Options, kind.takes)
 
 
-def resolved(spec: Any) -> str | dict[str, Any]:
+def resolved(spec: Any, folder: Path | str | None = None) -> str | dict[str, Any]:
     """Returns an objective's name with all of its options; the name alone if it has none.
 
     Args:
         spec: a name, or a mapping with the key `name` and options.
+        folder: where a function's file may be, beside Python's path.
 
     Raises:
         ObjectiveError: the objective or an option is unknown, or a value is wrong.
     """
     name, options = _split(spec)
     if ":" in name:
-        return {"name": name, **_of_function(name, options).options()}
+        name = name if folder is None else placed(name, folder)
+        return {"name": name, **_of_function(name, options, folder).options()}
     model = _entry(name).options
     for key in options:
         if key not in model.model_fields:
-            raise ObjectiveError(
-                f"unknown option of {name}; {_nearest(key, list(model.model_fields))}", (key,)
-            )
+            hint = unknown_option(key, list(model.model_fields))
+            raise ObjectiveError(f"unknown option of {name}; {hint}", (key,))
     try:
         found = model.model_validate(options).model_dump()
     except ValidationError as error:
@@ -107,6 +121,12 @@ def takes(spec: Any) -> Takes:
     """Returns what samples an objective takes; `spec` is what `resolved` returned."""
     name, options = _split(spec)
     return options.get("takes", "sequences") if ":" in name else _entry(name).takes
+
+
+def metrics_of(spec: Any) -> Sequence[str] | None:
+    """Returns the names of the metrics that an objective reports; None: not known before it is used."""
+    name, _ = _split(spec)
+    return None if ":" in name else _entry(name).metrics
 
 
 def name_of(spec: Any) -> str:
@@ -165,32 +185,26 @@ def _split(spec: Any) -> tuple[str, dict[str, Any]]:
         raise ObjectiveError(f"must be a name, or keys and values with the key name, got {spec!r}")
     options = dict(spec)
     if not isinstance(name := options.pop("name", None), str):
-        raise ObjectiveError(f"must be one of {', '.join(_OBJECTIVES)}, or module:function", ("name",))
+        raise ObjectiveError(f"must be one of {', '.join(_OBJECTIVES)} or module:function", ("name",))
     return name, options
 
 
 def _entry(name: str) -> _Entry:
     if name not in _OBJECTIVES:
-        raise ObjectiveError(f"must be one of {', '.join(_OBJECTIVES)}, or module:function, got {name!r}")
+        elsewhere = {"sft": CROSS_ENTROPY, "ipo": "dpo"}  # ipo is a loss_type of dpo
+        raise ObjectiveError(unknown_value(name, [*_OBJECTIVES, "module:function"], elsewhere))
     return _OBJECTIVES[name]
 
 
-def _of_function(name: str, options: Mapping[str, Any]) -> Any:
+def _of_function(name: str, options: Mapping[str, Any], folder: Path | str | None = None) -> Any:
     from mlora.objectives.custom import CustomLoss  # imports torch, as the function's module will
 
-    try:
-        function: Callable[..., Any] = resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ObjectiveError(f"{name}: cannot be imported: {error}", ("name",)) from error
-    return CustomLoss(function, **options)
-
-
-def _nearest(word: str, words: Sequence[str]) -> str:
-    found = difflib.get_close_matches(word, words, n=1)
-    return f"did you mean {found[0]!r}?" if found else f"its options: {', '.join(words) or 'none'}"
+    return CustomLoss(function_of(name, folder), **options)
 
 
 def _text(fault: Any) -> str:
     """Returns what was expected and what came, from an error of pydantic."""
+    if fault["type"] == "literal_error" and isinstance(fault["input"], str):
+        return unknown_value(fault["input"], literals(fault))
     message = str(fault["msg"]).replace("Input should be", "must be")
     return f"{message}, got {fault['input']!r}"

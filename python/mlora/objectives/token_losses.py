@@ -5,6 +5,7 @@ Shapes: T packed rows, M of them trained, D hidden size, V vocabulary, N owners 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from mlora.objectives.custom import FailuresOfLoss, LossError
 from mlora.objectives.label_losses import LabelLogits, LabelObjective
 from mlora.objectives.objective import LogProbs, Metric, Objective
 from mlora_ext.frozen.weight import FrozenWeight
@@ -98,9 +100,13 @@ class Owners:
         return Owners(self.counts[own], self.scales[own], objectives, *more)
 
     def log_probs(self, log_p: Tensor) -> list[LogProbs]:
-        """Returns what each owner's objective is given; `log_p` `[M]` is of all owners."""
+        """Returns what each owner's objective is given; `log_p` `[M]` is of all owners.
+
+        Each owner's are a leaf of autograd of their own.
+        """
         found = []
-        for index, own in enumerate(log_p.split(list(self.counts))):
+        for index, part in enumerate(log_p.detach().split(list(self.counts))):
+            own = part.requires_grad_(torch.is_grad_enabled())
             silent = [self.silent[place] for place in (self.reads[index] if self.reads else ())]
             lengths = [len(part) for part in silent]
             together = torch.cat(silent) if silent else own.new_zeros(0)
@@ -115,13 +121,15 @@ class TokenLosses:
 
     Attributes:
         total: the scalar to differentiate.
-        sums: `[N]` fp64, the loss of each owner.
+        sums: `[N]` fp64, the loss of each owner; NaN if its objective failed, and its gradient is zero then.
         metrics: of each owner, if there are objectives: by name a total, and what divides it, None = units.
+        faults: of each owner, if there are objectives: why its objective failed; empty if it did not.
     """
 
     total: Tensor
     sums: Tensor
     metrics: Sequence[MetricSums] = field(default_factory=list)
+    faults: Sequence[str] = field(default_factory=list)
 
 
 def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, owners: Owners) -> TokenLosses:
@@ -142,13 +150,13 @@ def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, ow
         scales = _scales_of_rows(owners, hidden.device)
         losses, total = _ChunkedLosses.apply(hidden, head, rows, targets, scales, needs_grad)
         return TokenLosses(total, sums_by_owner(losses, owners.counts))
-    log_p = log_probabilities(hidden, [head], rows, targets, [len(rows)]).requires_grad_(needs_grad)
+    log_p = log_probabilities(hidden, [head], rows, targets, [len(rows)])
     with torch.set_grad_enabled(needs_grad):
-        total, sums, metrics = _by_objective(log_p, owners)
+        weights, sums, metrics, faults = _by_objective(log_p, owners)
+    total = log_p.new_zeros(())
     if needs_grad:
-        (weights,) = torch.autograd.grad(total, log_p)
         _, total = _ChunkedLosses.apply(hidden, head, rows, targets, weights.neg(), True)
-    return TokenLosses(total, sums, metrics)
+    return TokenLosses(total, sums, metrics, faults)
 
 
 class Scorer(Protocol):
@@ -204,6 +212,7 @@ def losses_of_own_heads(
     total, begin = hidden.new_zeros((), dtype=torch.float32), 0
     sums = []
     metrics: list[MetricSums] = []
+    faults: list[str] = []
     for i, count in enumerate(owners.counts):
         own = hidden.index_select(0, rows[begin : begin + count])
         wanted = targets[begin : begin + count]
@@ -220,7 +229,8 @@ def losses_of_own_heads(
         total = total + found.total
         sums.append(found.sums)
         metrics += found.metrics or [{}]
-    return TokenLosses(total, torch.cat(sums), metrics)
+        faults += found.faults or [""]
+    return TokenLosses(total, torch.cat(sums), metrics, faults)
 
 
 def _losses_of_labels(
@@ -245,7 +255,7 @@ def _losses_of_own_head(hidden: Tensor, head: Scorer, targets: Tensor, owner: Ow
     ]
     losses = torch.cat(parts)
     if owner.objectives is not None and not owner.objectives[0].one_pass:
-        return TokenLosses(*_by_objective(-losses, owner))
+        return _weighed(-losses, owner)
     return TokenLosses(losses.sum() * owner.scales[0], sums_by_owner(losses.detach(), owner.counts))
 
 
@@ -258,23 +268,44 @@ def plain_losses(logits: Tensor, targets: Tensor, owners: Owners) -> TokenLosses
     """Returns losses as `chunked_losses` does, by autograd from whole logits `[M, V]`: for a trained head."""
     losses = F.cross_entropy(logits.float(), targets, reduction="none")
     if owners.objectives is not None:
-        return TokenLosses(*_by_objective(-losses, owners))
+        return _weighed(-losses, owners)
     parts = zip(losses.split(list(owners.counts)), owners.scales, strict=True)
     total = sum(part.sum() * scale for part, scale in parts)
     assert isinstance(total, Tensor)
     return TokenLosses(total, sums_by_owner(losses.detach(), owners.counts))
 
 
-def _by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[MetricSums]]:
-    """Returns the scaled total, each owner's loss, and each owner's metrics."""
+def _weighed(log_p: Tensor, owners: Owners) -> TokenLosses:
+    """Returns the losses of log-probabilities `[M]` that autograd has made."""
+    weights, sums, metrics, faults = _by_objective(log_p, owners)
+    return TokenLosses((log_p * weights).sum(), sums, metrics, faults)
+
+
+def _by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[MetricSums], list[str]]:
+    """Returns the scaled gradient in log-probabilities `[M]`, and each owner's loss, metrics and fault.
+
+    An objective of one's own may raise anything. That spoils its owner's loss only.
+    """
     assert owners.objectives is not None
-    total, sums, metrics = log_p.new_zeros(()), [], []
+    gradients, sums, metrics, faults = [], [], [], []
     for rows, objective, scale in zip(owners.log_probs(log_p), owners.objectives, owners.scales, strict=True):
-        found = objective.loss_of(rows)
-        total = total + found.loss * scale
-        sums.append(found.loss.detach().double())
-        metrics.append({name: _as_sum(value) for name, value in found.metrics.items()})
-    return total, torch.stack(sums), metrics
+        gradient, loss = torch.zeros_like(rows.log_p), rows.log_p.new_tensor(math.nan)
+        own: MetricSums = {}
+        fault = ""
+        try:
+            with FailuresOfLoss(objective):
+                found = objective.loss_of(rows)
+                own = {name: _as_sum(value) for name, value in found.metrics.items()}
+                if rows.log_p.requires_grad:
+                    (gradient,) = torch.autograd.grad(found.loss * scale, rows.log_p)
+                loss = found.loss.detach()
+        except LossError as error:
+            fault = str(error)
+        gradients.append(gradient)
+        sums.append(loss.double())
+        metrics.append(own)
+        faults.append(fault)
+    return torch.cat(gradients), torch.stack(sums), metrics, faults
 
 
 def _as_sum(metric: Metric) -> tuple[float, float | None]:

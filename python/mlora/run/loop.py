@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -13,16 +14,14 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError
 
-from mlora.cluster.device import is_out_of_memory
 from mlora.config.sweep_config import is_trial
 from mlora.engine.adapter_state import BatchResult, added, means
 from mlora.engine.batcher import BatchFuture
-from mlora.errors import RunError, file_line, first_line
+from mlora.errors import RunError, file_line, first_line, is_out_of_memory
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
 from mlora.files.state_files import StateFiles, best_file, files_named
-from mlora.objectives.custom import LossError
 from mlora.optim.optimizer import OptimizerError
 from mlora.pipeline import PipelineError
 from mlora.run.evaluation import evaluate_losses, exact_matches
@@ -57,6 +56,11 @@ def catch_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that JSON can hold: an objective's metric may be NaN or infinite."""
+    return {key: value for key, value in values.items() if math.isfinite(value)}
 
 
 class TrainingLoop:
@@ -98,7 +102,7 @@ class TrainingLoop:
                     f"iteration {self._run.iteration + 1}: {file_line(cause)}; put that right, then go on "
                     f"with `mlora resume {self._folder.path}`"
                 ) from error
-            if isinstance(cause, FloatingPointError | OptimizerError | LossError):
+            if isinstance(cause, FloatingPointError | OptimizerError):
                 raise RunError(f"iteration {self._run.iteration + 1}: {cause}") from error
             if cause is None or not is_out_of_memory(cause):
                 raise
@@ -213,7 +217,7 @@ class TrainingLoop:
         return self._engine.start(batches, ends=ends, measure=self._table.worth_measuring(running))
 
     def _finish(self, group: Group, future: BatchFuture) -> None:
-        results = self._engine.finish(future)
+        results = self._engine.finish(future, raises=False)
         self._table.passed(future.measured)
         stepped = [task for task in group.batched if self._take(task, results[task.name])]
         self._evaluate([task for task in stepped if self._evaluation_due(task)])
@@ -228,7 +232,7 @@ class TrainingLoop:
         """Counts a micro-batch and steps after an accumulation's last one; returns whether it did."""
         progress = task.progress
         if not result.finite:
-            self._stop(task, f"loss of step {progress.step + 1}")
+            self._stop(task, f"loss of step {progress.step + 1}", result.fault)
             return False
         progress.open_loss += result.loss_sum
         progress.open_tokens += result.tokens
@@ -265,7 +269,9 @@ class TrainingLoop:
             "seconds": seconds,
             "peak_memory_bytes": self._engine.peak_memory,
         }
-        record |= means(progress.open_metrics, progress.open_counts, progress.open_units)
+        found = means(progress.open_metrics, progress.open_counts, progress.open_units)
+        progress.metrics = _finite({key: value for key, value in found.items() if key not in record})
+        record |= progress.metrics
         if result.skipped:
             record["skipped"] = True
         progress.open_loss, progress.open_tokens, progress.open_units = 0.0, 0, 0
@@ -287,7 +293,7 @@ class TrainingLoop:
         losses = evaluate_losses(self._engine, tasks, self._table.fits)
         for task in tasks:
             if not losses[task.name].finite:
-                self._stop(task, f"eval_loss after step {task.progress.step}")
+                self._stop(task, f"eval_loss after step {task.progress.step}", losses[task.name].fault)
         tasks = [task for task in tasks if task.progress.state == "running"]
         asked = [
             task
@@ -304,16 +310,21 @@ class TrainingLoop:
             entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": found.loss_sum / found.units}
             if task.name in exact:
                 entry["eval_exact_match"] = exact[task.name]
-            if "accuracy" in found.metrics:
-                entry["eval_accuracy"] = found.mean_metrics()["accuracy"]
+            more = {f"eval_{name}": value for name, value in found.mean_metrics().items()}
+            entry |= {key: value for key, value in more.items() if key != "eval_loss"}
             task.progress.evaluations.append(entry)
-            record = {"adapter": task.name, **entry, "eval_tokens": found.tokens}
-            record |= {f"eval_{name}": value for name, value in found.mean_metrics().items()}
+            record = {"adapter": task.name, **_finite(entry), "eval_tokens": found.tokens}
             rule = task.config.best_rule
-            if rule is not None and self._is_best(task, entry):
+            measured = rule is None or rule.metric in entry
+            if rule is not None and measured and self._is_best(task, entry):
                 record["best"] = rule.metric
             self._metrics.write(**record)
             self._reporter.evaluation(task, record)
+            if rule is not None and not measured:
+                has = ", ".join(key for key in entry if key != "step")
+                what = f"metric_for_best_model: {rule.metric} is not measured; metrics: {has}"
+                self._end(task, "stopped", what)
+        tasks = [task for task in tasks if task.progress.state == "running"]
         for task in tasks:
             self._stop_early(task)
 
@@ -337,10 +348,13 @@ class TrainingLoop:
                 task, "finished", f"stopped early: {rule.metric} did not improve in {patience} evaluations"
             )
 
-    def _stop(self, task: Task, what: str) -> None:
-        """Ends a task with a value that is not a number; before its first step no learning rate caused it."""
+    def _stop(self, task: Task, what: str, fault: str = "") -> None:
+        """Ends a task with a value that is not a number, or whose objective failed.
+
+        Before its first step no learning rate caused it.
+        """
         hint = "; try a lower learning_rate" if task.progress.step else ""
-        self._end(task, "stopped", f"the {what} is not a number{hint}")
+        self._end(task, "stopped", fault or f"the {what} is not a number{hint}")
 
     def _end(self, task: Task, state: Literal["finished", "stopped"], message: str) -> None:
         """Ends a task and saves its adapter; that of a failed task only if it keeps its best weights."""

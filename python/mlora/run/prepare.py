@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, set_allocators
+from mlora.cluster.device import choose_device, dtype_of, set_allocators
 from mlora.config.faults import path_of
 from mlora.config.offload_config import not_served
 from mlora.config.quantization_config import quantization_faults
@@ -22,7 +22,7 @@ from mlora.engine.engine import Engine
 from mlora.engine.full_engine import FullEngine
 from mlora.engine.measured_samples import MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit
-from mlora.errors import RunError, first_fault, first_line
+from mlora.errors import RunError, first_fault, first_line, is_out_of_memory
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo

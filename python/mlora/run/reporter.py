@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from mlora.tasks.result import shown_metrics
 from mlora.tasks.task import Task
 
 
@@ -76,6 +77,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def _metrics_of(record: Mapping[str, Any], prefix: str = "") -> str:
+    """Returns the metrics that lines show, each with a space behind it."""
+    return "".join(f"{title} {value} " for title, value in shown_metrics(record, prefix).items())
+
+
 def some(names: Sequence[str], most: int = 6) -> str:
     """Joins the first `most` names with commas and says how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
@@ -104,15 +110,16 @@ class PlainLines(Reporter):
             speed = self._pace.tokens_per_second(task.name) or 0.0
             self.note(
                 f"{task.name}: step {record['step']}/{task.total_steps} loss {record['loss']:.4f} "
-                f"learning_rate {record['learning_rate']:.3g} {speed:.0f} tokens/s "
+                f"{_metrics_of(record)}learning_rate {record['learning_rate']:.3g} {speed:.0f} tokens/s "
                 f"ETA {self._pace.left(task)}"
             )
 
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
         exact = record.get("eval_exact_match")
-        more = "" if exact is None else f" exact match {exact:.1%}"
+        more = "" if exact is None else f"exact match {exact:.1%}"
+        more = f"eval_loss {record['eval_loss']:.4f} {_metrics_of(record, 'eval_')}{more}".rstrip()
         self.note(
-            f"{task.name}: step {record['step']}/{task.total_steps} eval_loss {record['eval_loss']:.4f}{more}"
+            f"{task.name}: step {record['step']}/{task.total_steps} {more}"
             f"{', the best so far' if 'best' in record else ''}"
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,29 +20,12 @@ from mlora.run.decisions import journaled
 from mlora.run.loop import TrainingLoop, catch_signals
 from mlora.run.prepare import Prepared, prepare
 from mlora.run.reporter import Reporter, some
+from mlora.run.resumed_config import changed_key, resumed_config
 from mlora.run.stages import Member, check_replicas
 from mlora.simulate.trace_file import SPANS, TraceFiles
 from mlora.sweep.outcome import write_outcome
 from mlora.sweep.proposal import trials_begun
 from mlora.tasks.result import AdapterResult, RunResult
-
-# keys that may change before a resume: none changes the results by more than rounding
-FREE = {
-    "output_dir",
-    "device",
-    "gradient_checkpointing",
-    "base_gemm",
-    "pack_base",
-    "offload",
-    "save_total_limit",
-    "logging_steps",
-    "save_steps",
-    "pipeline",
-    "scheduler",
-    "priority",
-    "places",
-    "trials",
-}
 
 
 def train(
@@ -118,7 +101,11 @@ def _measured(prepared: Prepared) -> Prepared:
 
 
 def resume(
-    run_dir: Path | str, *, reporter: Reporter | None = None, member: Member | None = None
+    run_dir: Path | str,
+    *,
+    reporter: Reporter | None = None,
+    member: Member | None = None,
+    settings: Sequence[str] = (),
 ) -> RunResult:
     """Continues a run from its last checkpoint.
 
@@ -128,23 +115,27 @@ def resume(
         run_dir: the run's ``output_dir``.
         reporter: receives the run's events; by default nothing is reported.
         member: as for :func:`train`.
+        settings: overrides of the run's config, such as ``scheduler.memory_limit=8GiB``. Its ``config.yaml``
+            keeps them.
 
     Returns:
         The result of each adapter.
 
     Raises:
-        RunError: the folder holds no run, another process is working on the run, its data changed, or for a
-            reason given at :func:`train`.
+        RunError: the folder holds no run, another process is working on the run, its data changed, a key of
+            `settings` may not change, or for a reason given at :func:`train`.
     """
     reporter = reporter or Reporter()
     folder = RunFolder(Path(run_dir).resolve())
-    folder.read_config()  # before `take`, which creates the folder
-    done = finished_result(folder)
+    config = resumed_config(folder, settings)  # before `take`, which creates the folder
+    done = finished_result(folder, config)
     if done is None:
         with folder.take() as metrics:
-            done = finished_result(folder)  # another process may have finished it meanwhile
+            done = finished_result(folder, config)  # another process may have finished it meanwhile
             if done is None:
-                return _go_on(folder, metrics, reporter, member)
+                return _go_on(folder, resumed_config(folder, settings), metrics, reporter, member)
+    if settings:
+        raise RunError(f"{folder.path}: the run has ended, so --set changes nothing; remove it")
     reporter.note("the run had ended already; nothing is left to train")
     for name, adapter in done.adapters.items():
         if adapter.state in ("stopped", "refused"):
@@ -159,10 +150,11 @@ def resume(
     return done
 
 
-def _go_on(folder: RunFolder, metrics: Metrics, reporter: Reporter, member: Member | None) -> RunResult:
+def _go_on(
+    folder: RunFolder, config: RunConfig, metrics: Metrics, reporter: Reporter, member: Member | None
+) -> RunResult:
     """Continues a run that has something left to do."""
     checkpoint = load_checkpoint(folder.checkpoints, reporter.warn, partial(lost_file, folder.states))
-    config = folder.read_config()
     check_replicas(config, member)
     with TaskQueue(folder.queue) as queue:
         known: dict[int, dict[str, Any]] | None
@@ -177,7 +169,7 @@ def _go_on(folder: RunFolder, metrics: Metrics, reporter: Reporter, member: Memb
             known = known if first else None
             prepared = prepare(config, reporter, member=member, entry=first)
         with _measured(prepared).engine:
-            if prepared.config.pipeline != config.pipeline:
+            if prepared.config != folder.read_config():
                 folder.write_config(prepared.config)
             metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
             prepared.decisions.begin(queue, prepared.iteration, known)
@@ -215,34 +207,20 @@ def _came(
     return came
 
 
-def changed_key(before: Any, now: Any, path: str = "") -> str | None:
-    """Returns the path of the first value, outside the keys `FREE`, that differs, or None."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*before, *(key for key in now if key not in before)]:
-            found = changed_key(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-            if found and key not in FREE:
-                return found
-        return None
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        pairs = enumerate(zip(before, now, strict=True))
-        return next((found for i, (a, b) in pairs if (found := changed_key(a, b, f"{path}[{i}]"))), None)
-    return None if before == now else path
-
-
-def finished_result(folder: RunFolder) -> RunResult | None:
+def finished_result(folder: RunFolder, config: RunConfig) -> RunResult | None:
     """Returns the result of a run that has nothing left to do, else None."""
     summary = folder.read_summary()
     if summary is None or summary["status"] not in ("finished", "failed", "paused"):
         return None
-    if has_news(folder.queue) or _more_trials(folder):
+    if has_news(folder.queue) or _more_trials(folder, config):
         return None
     adapters = {name: AdapterResult(**entry) for name, entry in summary["adapters"].items()}
     return RunResult(summary["status"], folder.path, summary["seconds"], adapters)
 
 
-def _more_trials(folder: RunFolder) -> bool:
+def _more_trials(folder: RunFolder, config: RunConfig) -> bool:
     """Whether a sweep's config now asks for more trials than have begun."""
-    sweep = folder.read_config().sweep
+    sweep = config.sweep
     if sweep is None or not folder.queue.is_file():
         return False
     with TaskQueue(folder.queue) as queue:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from mlora.cluster.device import choose_device, dtype_of, is_out_of_memory, set_allocators
+from mlora.cluster.device import choose_device, dtype_of, set_allocators
 from mlora.cluster.imports import is_importing
 from mlora.cluster.watchdog import Watch
 from mlora.cluster.worker import end_with_parent
@@ -23,7 +23,7 @@ from mlora.cluster.world import PeerError, World
 from mlora.config.run_config import RunConfig
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_of_this_process
 from mlora.engine.stage_worker import StageWorker
-from mlora.errors import RunError, file_line, first_line
+from mlora.errors import RunError, file_line, first_line, is_out_of_memory
 from mlora.model.base_info import BaseInfo
 from mlora.model.load import digest
 from mlora.pipeline import PipelineError, StageProcess

@@ -10,6 +10,7 @@ the same weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,11 +104,12 @@ def compare(task: Task, entry: Mapping[str, Any]) -> bool:
     rule, progress = task.config.best_rule, task.progress
     if rule is None or entry["step"] == 0:
         return False
-    gain = rule.gain(entry[rule.metric], progress.best)
+    value = entry[rule.metric]
+    gain = rule.gain(value, progress.best) if math.isfinite(value) else math.nan
     progress.worse = 0 if gain > task.config.early_stopping_threshold else progress.worse + 1
     if not gain > 0:
         return False
-    progress.best, progress.best_step = entry[rule.metric], entry["step"]
+    progress.best, progress.best_step = value, entry["step"]
     return True
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlora.cluster.device import is_out_of_memory
 from mlora.config.lora_fields import lora_warnings
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import Candidate, MemoryLimit
-from mlora.errors import RunError
+from mlora.errors import RunError, is_out_of_memory
 from mlora.files.run_folder import RunFolder
 from mlora.memory.estimate import MemorySample
 from mlora.planning.task_memory import TaskMemory, memory_need

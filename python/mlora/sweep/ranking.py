@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlora.config.best_rule import METRICS
 from mlora.config.sweep_config import SweepConfig
 from mlora.files.run_folder import RunFolder, read_metrics
 from mlora.queue.task_queue import TaskQueue
@@ -56,7 +55,8 @@ def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
             continue
         state = entry["state"]
         after = {
-            key: entry[key]["after"] if state == "finished" and key in entry else None for key in METRICS
+            key: entry[key]["after"] if state == "finished" and key in entry else None
+            for key in shown_metrics(sweep)
         }
         if after["eval_loss"] is None and curve:
             after["eval_loss"] = curve[-1][1]

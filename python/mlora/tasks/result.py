@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +13,15 @@ if TYPE_CHECKING:
 
 Status = Literal["running", "finished", "failed", "paused", "interrupted"]
 Pair = dict[str, float | None]
+SHOWN = {
+    "accuracy": ("accuracy", ".1%"),
+    "rewards/accuracies": ("reward accuracy", ".1%"),
+    "rewards/margins": ("reward margin", ".4f"),
+}
+"""The metrics of objectives that tables and lines show: their titles, and how a value is written."""
+
+
+_OWN_FIELDS = ("eval_loss", "eval_accuracy", "eval_exact_match")
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,8 @@ class AdapterResult:
             weights of its best evaluation, after that one. None if it was not evaluated then.
         eval_accuracy: the same for a classifier's share of right labels.
         eval_exact_match: the same for the share of prompts completed exactly.
+        metrics: means of its objective's metrics in the last step, by name.
+        eval_metrics: ``before`` and ``after`` of these metrics, but for ``accuracy``, by name.
         best: its best evaluation after a step: ``step``, ``metric`` and ``value``. None if no field of its
             config asks for one.
         saved_step: the step whose weights were saved; None if none were.
@@ -45,6 +57,8 @@ class AdapterResult:
     eval_loss: Pair = field(default_factory=lambda: {"before": None, "after": None})
     eval_accuracy: Pair = field(default_factory=lambda: {"before": None, "after": None})
     eval_exact_match: Pair = field(default_factory=lambda: {"before": None, "after": None})
+    metrics: dict[str, float] = field(default_factory=dict)
+    eval_metrics: dict[str, Pair] = field(default_factory=dict)
     best: dict[str, Any] | None = None
     saved_step: int | None = None
 
@@ -99,6 +113,8 @@ def adapter_result(task: Task) -> AdapterResult:
         eval_loss=_pair(task, "eval_loss", last),
         eval_accuracy=_pair(task, "eval_accuracy", last),
         eval_exact_match=_pair(task, "eval_exact_match", last),
+        metrics=progress.metrics,
+        eval_metrics={name: _pair(task, f"eval_{name}", last) for name in _own_metrics(task)},
         best={"step": progress.best_step, "metric": rule.metric, "value": progress.best}
         if rule and progress.best_step is not None
         else None,
@@ -106,6 +122,18 @@ def adapter_result(task: Task) -> AdapterResult:
     )
 
 
+def shown_metrics(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Returns the metrics of `SHOWN` that a record holds, as text by title; `prefix` is before their keys."""
+    found = {title: (record.get(f"{prefix}{name}"), form) for name, (title, form) in SHOWN.items()}
+    return {title: format(value, form) for title, (value, form) in found.items() if value is not None}
+
+
+def _own_metrics(task: Task) -> list[str]:
+    """Returns the names of the objective's metrics in evaluations that have no field of their own."""
+    keys = dict.fromkeys(key for entry in task.progress.evaluations for key in entry)
+    return [key.removeprefix("eval_") for key in keys if key not in (*_OWN_FIELDS, "step")]
+
+
 def _pair(task: Task, key: str, last: int) -> Pair:
-    after = task.evaluation(last).get(key) if last else None
-    return {"before": task.evaluation(0).get(key), "after": after}
+    found = {"before": task.evaluation(0).get(key), "after": task.evaluation(last).get(key) if last else None}
+    return {when: value if value is None or math.isfinite(value) else None for when, value in found.items()}

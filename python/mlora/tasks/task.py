@@ -52,8 +52,10 @@ class Progress:
         open_counts: what divides those metrics that are not divided by units.
         tokens: trained tokens so far.
         loss: mean loss of the last step.
+        metrics: means of its objective's metrics in the last step.
         seconds: wall time in training so far.
-        evaluations: one entry each: ``step``, ``eval_loss`` and, if asked for, ``eval_exact_match``.
+        evaluations: one entry each: ``step``, ``eval_loss``, the objective's metrics with ``eval_`` before
+            them and, if asked for, ``eval_exact_match``.
         best: the best value of the adapter's ``metric_for_best_model`` after a step.
         best_step: the step after which it was measured.
         worse: evaluations in a row that did not improve on it.
@@ -70,6 +72,7 @@ class Progress:
     open_counts: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
     loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     best: float | None = None

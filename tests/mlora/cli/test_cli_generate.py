@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Run, only_line
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tiny_run import run_data, write_jsonl, write_run
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 
 def test_generate_is_what_peft_generates(run: Run, trained: Path, tiny_base: Path) -> None:
@@ -93,6 +94,45 @@ def test_generate_from_odd_folders_and_prompts(run: Run, trained: Path, tmp_path
     (folder / "adapter_config.json").write_text("[1]")
     assert "adapter_config.json: cannot be read: is not a JSON object" in only_line(
         run("generate", folder, "-p", "x")
+    )
+
+
+def test_a_classifier_predicts_its_label(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    """Beside a causal adapter; the label is that of PEFT's model over the base's class for sequences."""
+    from peft import PeftModel
+
+    prompts = ["a", "bc", "ddd"]
+    rows = [{"text": text, "label": place} for place, text in enumerate(prompts)]
+    write_jsonl(tmp_path / "labels.jsonl", rows)
+    data = run_data(tiny_base, tmp_path)
+    data["datasets"].append({"name": "labels", "path": "labels.jsonl", "format": "classification"})
+    lora = {"r": 4, "target_modules": "all-linear", "task_type": "SEQ_CLS"}
+    data["adapters"][0] = {"name": "first", "dataset": "labels", "num_labels": 3, "lora": lora}
+    data["defaults"]["max_steps"] = 4
+    assert run("train", write_run(tmp_path, data)).exit_code == 0
+    asked = [word for prompt in prompts for word in ("-p", prompt)]
+    result = run("generate", tmp_path / "run", *asked, "--json", "--max-new-tokens", 2)
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [set(answer) - {"adapter", "prompt"} for answer in answers] == [{"label"}, {"completion"}] * 3
+    base = AutoModelForSequenceClassification.from_pretrained(tiny_base, num_labels=3)
+    model = PeftModel.from_pretrained(base, tmp_path / "run" / "adapters" / "first").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    expected = [
+        int(model(input_ids=torch.tensor([tokenizer(prompt)["input_ids"]])).logits.argmax())
+        for prompt in prompts
+    ]
+    assert [answer["label"] for answer in answers[::2]] == expected
+    assert set(expected) != {0}
+    plain = run("generate", tmp_path / "run", "-a", "first", *asked)
+    assert plain.stdout.splitlines() == [
+        f"[first] {prompt} | label {label}" for prompt, label in zip(prompts, expected, strict=True)
+    ]
+    folder = tmp_path / "run" / "adapters" / "first"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "TOKEN_CLS"}))
+    assert only_line(run("generate", tmp_path / "run", "-p", "x")) == (
+        "error: first: task_type TOKEN_CLS predicts no text; name other adapters with --adapter, and load "
+        f"{folder} with PEFT over AutoModelForTokenClassification"
     )
 
 

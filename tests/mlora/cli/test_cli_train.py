@@ -118,6 +118,17 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any], Path], object], str]] = [
         "target_modules=['w_proj'] match nothing; did you mean 'v_proj'? linear layers of this model: q_proj",
     ),
     (
+        "a task of another kind of base",
+        lambda d, f: d["adapters"][0]["lora"].update(task_type="SEQ_2_SEQ_LM"),
+        "task_type=SEQ_2_SEQ_LM is not for causal language models, and the base model is one; remove it, or",
+    ),
+    (
+        "targets that are all trained whole",
+        lambda d, f: d["adapters"][0]["lora"].update(target_modules=["q_proj"], modules_to_save=["q_proj"]),
+        "target_modules=['q_proj'] (with modules_to_save) match nothing; without modules_to_save=['q_proj'] "
+        "they would",
+    ),
+    (
         "a feature that is not there",
         lambda d, f: d["adapters"][0]["lora"].update(use_qalora=True),
         "use_qalora=True is not supported",

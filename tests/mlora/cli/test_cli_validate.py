@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Run, only_line
+from safetensors import safe_open
 from tiny_run import random_tokens, run_data, write_jsonl, write_run
 
 
@@ -61,6 +62,29 @@ def test_doubts_are_warned_of_once(run: Run, tiny_base: Path, tmp_path: Path) ->
     ]
     result = run("train", tmp_path / "run.yaml", "--set", "defaults.max_steps=1")
     assert result.stderr.count("k_porj") == 1
+
+
+def test_modules_that_are_trained_whole_and_targeted_are_told_of(
+    run: Run, tiny_base: Path, tmp_path: Path
+) -> None:
+    """PEFT trains the copy, and puts no low-rank parts on it."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    data = run_data(tiny_base, tmp_path)
+    lora = {"r": 2, "target_modules": ["lm_head", "q_proj"], "modules_to_save": ["lm_head"]}
+    data["adapters"] = [data["adapters"][0] | {"lora": lora}]
+    result = run("train", write_run(tmp_path, data), "--set", "defaults.max_steps=1")
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[-1] == (
+        "warning: first: lora.modules_to_save: 'lm_head' covers modules of target_modules; they are trained "
+        "whole and get no low-rank parts, as in PEFT"
+    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_base), LoraConfig(**lora))
+    theirs = {key.replace(".default", "") for key, p in model.named_parameters() if p.requires_grad}
+    with safe_open(tmp_path / "run/adapters/first/adapter_model.safetensors", "pt") as file:
+        ours = set(file.keys())
+    assert ours == {key.replace(".modules_to_save", "") for key in theirs}
 
 
 def test_one_line_for_a_file_that_several_adapters_miss(run: Run, tiny_base: Path, tmp_path: Path) -> None:

@@ -134,8 +134,8 @@ def test_what_is_no_config_says_where_and_why(faults: Faults, text: str | bytes,
         ("adapters.a=1", "adapters[0]: must be keys and values (name, dataset, lora, "),
         ("adapters.a.name=3", "adapters[0].name: must be text, got 3"),
         (
-            "adapters.a.dataset=D2",
-            "dataset=D2: adapters[0].dataset: no dataset is named 'D2'; datasets: d",
+            "adapters.a.dataset=x2",
+            "dataset=x2: adapters[0].dataset: no dataset is named 'x2'; datasets: d",
         ),
         ("adapters.a.dataset=dd", "adapters[0].dataset: no dataset is named 'dd'; did you mean 'd'?"),
         ("adapters.a.lora=r=8", "adapters[0].lora: must be keys and values, got 'r=8'"),
@@ -161,6 +161,39 @@ def test_wrong_values_say_what_was_expected_and_what_came(
 ) -> None:
     (line,) = faults(RUN, override)
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("value", "nearest"),
+    [
+        ("defaults.optim=adamww", "adamw_torch"),
+        ("defaults.optim=adamw", "adamw_torch"),
+        ("defaults.optim=SGD", "sgd"),
+        ("defaults.lr_scheduler_type=lineer", "linear"),
+        ("defaults.objective=dpoo", "dpo"),
+        ("datasets.d.format=token", "tokens"),
+        ("datasets.d.format=chatml", "messages"),
+        ("scheduler.policy=fcf", "fcfs"),
+        ("pipeline.schedule=gpip", "gpipe"),
+        ("quantization.method=bnb_nf4", "bnb-nf4"),
+        ("adapters.a.lora.init_lora_weights=pisa", "pissa"),
+        ("adapters.a.lora.init_lora_weights=gausian", "gaussian"),
+        ("adapters.a.lora.task_type=seq_cls", "SEQ_CLS"),
+        ("adapters.a.lora.bias=nonee", "none"),
+    ],
+)
+def test_a_misspelt_value_leads_to_the_nearest(faults: Faults, value: str, nearest: str) -> None:
+    (line,) = faults(RUN, value)
+    wrong = value.partition("=")[2]
+    assert line.startswith(f"--set {value}: ")
+    assert line.endswith(f": {wrong!r} is unknown; did you mean {nearest!r}?")
+
+
+@pytest.mark.parametrize("value", ["PiSSA", "pissa_niter_4", "LoRA_GA", "true", "false"])
+def test_initialisations_are_known_in_any_case(tmp_path: Path, value: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "run.yaml").write_text(RUN)
+    load_config(tmp_path / "run.yaml", [f"adapters.a.lora.init_lora_weights={value}"])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from mlora.config.best_rule import BestRule
 from mlora.config.config_file import dump_config, resolve_config
+from mlora.objectives.registry import takes
 
 from tests.mlora.config.faulty import lines_of
 
@@ -63,3 +64,65 @@ def test_the_best_needs_evaluations(tmp_path: Path, base: dict) -> None:
     assert lacking(tmp_path, base, eval_steps=5, metric_for_best_model="exact_match") == [
         "run.yaml: adapters[0]: metric_for_best_model: exact_match needs eval_exact_match: true"
     ]
+
+
+@pytest.mark.parametrize(
+    ("objective", "name", "greater"),
+    [
+        ("cross_entropy", "accuracy", True),
+        ("dpo", "rewards/accuracies", True),
+        ("simpo", "eval_rewards/margins", True),
+        ("orpo", "nll_loss", False),
+        ("kto", "rewards/margins", True),
+        ("losses:own", "eval_spread", True),
+    ],
+)
+def test_an_objectives_metrics_can_decide(
+    tmp_path: Path, base: dict, monkeypatch: pytest.MonkeyPatch, objective: str, name: str, greater: bool
+) -> None:
+    from transformers import TrainingArguments
+
+    (tmp_path / "losses.py").write_text("def own(rows): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    base["datasets"][0]["format"] = {"sequences": "tokens", "pairs": "preference", "judged": "unpaired"}[
+        takes(objective)
+    ]
+    fields = {"eval_dataset": "d", "eval_steps": 5, "objective": objective, "metric_for_best_model": name}
+    base["adapters"] = [base["adapters"][0] | fields]
+    rule = resolve_config(base, folder=tmp_path).adapters[0].best_rule
+    assert rule == BestRule(f"eval_{name.removeprefix('eval_')}", greater, False)
+    steps = {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5, "load_best_model_at_end": True}
+    theirs = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, metric_for_best_model=name, **steps)
+    assert theirs.greater_is_better == rule.greater
+
+
+@pytest.mark.parametrize(
+    ("objective", "name", "expected"),
+    [
+        (
+            "cross_entropy",
+            "bleu",
+            "'bleu' is not measured with objective cross_entropy; metrics: loss, accuracy (of a classifier), "
+            "exact_match (needs eval_exact_match: true)",
+        ),
+        ("cross_entropy", "eval_acuracy", "with objective cross_entropy; did you mean 'accuracy'?"),
+        ("cross_entropy", "rewards/margins", "with objective cross_entropy; metrics: loss,"),
+        ("dpo", "reward/accuracies", "with objective dpo; did you mean 'rewards/accuracies'?"),
+        ("dpo", "eval_tokens", "with objective dpo; metrics: loss, rewards/accuracies,"),
+        ("kto", "rewards/accuracies", "'rewards/accuracies' is not measured with objective kto;"),
+    ],
+)
+def test_a_metric_that_is_not_measured(
+    tmp_path: Path, base: dict, objective: str, name: str, expected: str
+) -> None:
+    format = {"sequences": "tokens", "pairs": "preference", "judged": "unpaired"}[takes(objective)]
+    base["datasets"][0]["format"] = format
+    base["defaults"] |= {
+        "eval_dataset": "d",
+        "eval_steps": 5,
+        "objective": objective,
+        "metric_for_best_model": name,
+    }
+    (line,) = lines_of(tmp_path, base)  # both adapters have it of the defaults
+    assert line.startswith("run.yaml: adapters[0].metric_for_best_model: ")
+    assert expected in line

@@ -130,12 +130,6 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ("adapters.0.load_best_model_at_end", "best", "load_best_model_at_end: must be true or false"),
         ("adapters.0.metric_for_best_model", "loss", "metric_for_best_model needs an eval_dataset"),
         ("adapters.0.greater_is_better", True, "greater_is_better needs metric_for_best_model or load_best"),
-        (
-            "adapters.0.metric_for_best_model",
-            "bleu",
-            "adapters[0].metric_for_best_model: 'bleu' is not measured; metrics: loss, accuracy (of a class",
-        ),
-        ("defaults.metric_for_best_model", "eval_tokens", "metric_for_best_model: 'eval_tokens' is not meas"),
         ("adapters.0.load_best_model_at_ends", True, "unknown key; did you mean 'load_best_model_at_end'?"),
         ("adapters.0.priority", 0.5, "adapters[0].priority: must be a whole number, got 0.5"),
         ("adapters.0.max_steps", 0, "adapters[0].max_steps: must be at least 1, or -1"),
@@ -146,8 +140,8 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ("defaults.learning_rate", float("nan"), "defaults.learning_rate: must be a finite number, got nan"),
         (
             "defaults.optim",
-            "adam",
-            f"defaults.optim: must be one of {', '.join(optimizer_names())}, got 'adam'",
+            "best",
+            f"defaults.optim: must be one of {', '.join(optimizer_names()[:-1])} or sgd, got 'best'",
         ),
         (
             "defaults.save_steps",
@@ -157,7 +151,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "datasets.0.format",
             "csv",
-            "'messages', 'preference', 'unpaired', 'classification' or 'question_answering', got 'csv'",
+            "messages, preference, unpaired, classification or question_answering, got 'csv'",
         ),
         (
             "defaults.assistant_only_loss",
@@ -167,7 +161,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "scheduler.policy",
             "best",
-            "policy: must be one of 'fcfs' or 'shortest_first', got 'best'",
+            "policy: must be one of fcfs or shortest_first, got 'best'",
         ),
         (
             "scheduler.memory_limit",
@@ -188,7 +182,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ),
         ("pipeline.partition", [0], "pipeline.partition: each stage needs at least one block, got [0]"),
         ("offload", "disk", "offload: must be keys and values (base, optimizer, activations, folders, host_"),
-        ("offload.base", "ssd", "offload.base: must be one of 'device', 'host' or 'disk', got 'ssd'"),
+        ("offload.base", "ssd", "offload.base: must be one of device, host or disk, got 'ssd'"),
         ("offload.slots", 1, "offload.slots: must be at least 2, got 1"),
         ("offload.folders", "scratch", "offload.folders: must be a list of entries that begin with '- '"),
         ("offload.device_memory", "big", "offload.device_memory: must be a size such as 8GiB or 500MB"),
@@ -200,7 +194,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
             "offload.optimizer: disk serves method: full; adapters'",
         ),
         ("offload.host_memory", "4GiB", "offload.host_memory: bounds what activations: auto may use"),
-        ("method", "both", "method: must be one of 'lora' or 'full', got 'both'"),
+        ("method", "both", "method: must be one of lora or full, got 'both'"),
         ("base_model", "./nowhere", "base_model: no such folder:"),
         ("base_model", "model/nowhere", "base_model: no such folder:"),
         ("device", "tpu", "device: must be cpu, cuda or cuda:<index>, got 'tpu'"),

@@ -54,6 +54,11 @@ TEXTS = {"prompt": "a+b = ", "chosen": "ab", "rejected": "ba<end>"}
 MESSAGES = {"prompt": ASKED, "chosen": answer("2"), "rejected": answer("3")}
 
 
+def test_labels_may_be_numbers_as_in_trl(load: Any) -> None:
+    lines = [{"prompt": "a", "completion": "b", "label": label} for label in (True, False, 1, 0)]
+    assert [sample.desirable for sample in load("unpaired", *lines).samples] == [True, False, True, False]
+
+
 @pytest.mark.parametrize("style", ["dpo", "cpo"])
 @pytest.mark.parametrize(
     ("line", "expected"),
@@ -167,8 +172,13 @@ def test_a_batch_of_pairs_shares_the_mean_of_its_tokens(load: Any) -> None:
         ),
         (
             "unpaired",
-            {"prompt": "a", "completion": "b", "label": 1},
-            "'label' must be true or false, got a number",
+            {"prompt": "a", "completion": "b", "label": 2},
+            "'label' must be true or false (or 1 or 0), got 2",
+        ),
+        (
+            "unpaired",
+            {"prompt": "a", "completion": "b", "label": "good"},
+            "'label' must be true or false (or 1 or 0), got text",
         ),
     ],
 )

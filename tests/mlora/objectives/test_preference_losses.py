@@ -10,7 +10,7 @@ import torch
 from mlora.objectives.custom import CustomLoss, LossError
 from mlora.objectives.objective import LogProbs, LossOfOwner
 from mlora.objectives.options import ObjectiveError
-from mlora.objectives.registry import objective_of, resolved, takes
+from mlora.objectives.registry import metrics_of, objective_of, resolved, takes
 
 LENGTHS = [3, 5, 1, 2, 4, 4]  # of three pairs, or six completions
 FACTS = [(3.0, 5.0, 3 / 8), (1.0, 2.0, 3 / 8), (4.0, 4.0, 3 / 8)]
@@ -159,6 +159,16 @@ def test_kto(loss_type: str, shift: float) -> None:
     assert number(found.metrics["rewards/margins"]) == pytest.approx((sum(good) - sum(bad)) / 3, rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["cross_entropy", "dpo", "cpo", "simpo", "orpo", "kto"])
+def test_the_names_of_metrics_are_known_without_a_run(name: str) -> None:
+    log_p, silent = drawn(LENGTHS, 1), drawn(LENGTHS * 3, 2)
+    facts = [LABELS] if name == "kto" else [(1.0, 2.0, 3 / 8)] * 3
+    rows = LogProbs(log_p, LENGTHS, silent, LENGTHS * 3, facts)
+    if name == "dpo":
+        rows = LogProbs(log_p, LENGTHS, drawn(LENGTHS, 2), LENGTHS, facts)
+    assert set(objective_of(name).loss_of(rows).metrics) == set(metrics_of(resolved(name)) or ())
+
+
 def test_kto_reports_no_mean_of_completions_that_the_batch_lacks() -> None:
     rows = LogProbs(drawn([2, 2], 1), [2, 2], drawn([2] * 6, 2), [2] * 6, [[1.0, 1.0]])
     assert set(objective_of("kto").loss_of(rows).metrics) == {"kl", "rewards/chosen", "logps/chosen"}
@@ -188,7 +198,16 @@ def test_names_and_defaults_are_trls() -> None:
         ({"beta": 1}, r"objective\.name: must be one of cross_entropy, dpo"),
         ({"name": "dpo", "beta": -1}, r"objective\.beta: must be greater than 0, got -1"),
         ({"name": "dpo", "beta": True}, r"objective\.beta: must be a valid number, got True"),
-        ({"name": "dpo", "loss_type": "ippo"}, r"objective\.loss_type: must be 'sigmoid', 'hinge', 'ipo' or"),
+        (
+            {"name": "dpo", "loss_type": "ippo"},
+            r"loss_type: 'ippo' is unknown; did you mean 'ipo'\?",
+        ),
+        (
+            {"name": "dpo", "loss_type": "sft"},
+            r"must be one of sigmoid, hinge, ipo or robust, got",
+        ),
+        ("dpoo", r"objective: 'dpoo' is unknown; did you mean 'dpo'\?"),
+        ("sft", r"objective: 'sft' is unknown; did you mean 'cross_entropy'\?"),
         (
             {"name": "dpo", "label_smoothing": 0.1},
             "label_smoothing is read by loss_type robust only, got sigmoid",
@@ -226,7 +245,7 @@ def test_a_custom_loss_by_its_function_and_by_its_name() -> None:
         ObjectiveError, match=r"objective\.marign: unknown option of margins; did you mean 'margin'"
     ):
         resolved({"name": name, "marign": 1})
-    with pytest.raises(ObjectiveError, match=r"objective\.takes: must be one of sequences, pairs, judged"):
+    with pytest.raises(ObjectiveError, match=r"objective\.takes: must be one of sequences, pairs or judged"):
         CustomLoss(margins, takes="triples")  # type: ignore[arg-type]
     wrong = CustomLoss(lambda rows: rows.log_p)
     with pytest.raises(

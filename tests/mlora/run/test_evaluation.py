@@ -39,7 +39,7 @@ def test_batches_are_cut_until_they_fit(most: int) -> None:
         whole = evaluate_losses(engine, tasks, lambda lengths: True)
         plain = engine.evaluate_each
 
-        def evaluate_each(batches: Any) -> Any:
+        def evaluate_each(batches: Any, **options: Any) -> Any:
             kept = list(batches)
             seen.extend(sum(len(s.input_ids) for rows in batch.values() for s in rows) for batch in kept)
             return plain(kept)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import mlora
 import pytest
+from mlora.cli.live_table import LiveTable
+from mlora.cli.run_status import read_status
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.files.run_folder import read_metrics
 from mlora.run.reporter import PlainLines
+from rich.console import Console
 
 from tests.mlora.seam_runs import train_and_resume
 from tests.mlora.tiny_run import run_data, write_jsonl
@@ -109,6 +114,63 @@ def test_stages_and_memory_do_not_matter(tiny_base: Path, tmp_path: Path) -> Non
         for one, other in zip(whole, trained(name, **changes), strict=True):
             assert one[:2] == other[:2]
             assert one[2] == pytest.approx(other[2], rel=2e-5), (name, one)
+
+
+def test_a_metric_of_the_objective_decides_and_is_shown(tiny_base: Path, tmp_path: Path) -> None:
+    data = preference_data(tiny_base, tmp_path)
+    first = data["adapters"][0] | {"metric_for_best_model": "rewards/margins", "load_best_model_at_end": True}
+    data["adapters"] = [first | {"eval_steps": 2}, data["adapters"][2]]
+    data["defaults"]["max_steps"] = 4
+    out, drawn = io.StringIO(), io.StringIO()
+    result = mlora.train(resolve_config(data, folder=tmp_path), reporter=PlainLines(out))
+    run, best = tmp_path / "run", result.adapters["first"].best
+    margins = {
+        line["step"]: line["eval_rewards/margins"]
+        for line in read_metrics(run / "metrics.jsonl")
+        if "eval_loss" in line and line["step"]
+    }
+    step = max(margins, key=lambda each: margins[each])
+    assert best == {"step": step, "metric": "eval_rewards/margins", "value": margins[step]}
+    assert result.adapters["first"].eval_metrics["rewards/margins"] == {"before": 0.0, "after": margins[step]}
+    assert read_status(run).adapters["first"]["eval_metrics"] == result.adapters["first"].eval_metrics
+    assert read_status(run).adapters["orpo"]["metrics"] == result.adapters["orpo"].metrics
+    said = out.getvalue()
+    assert re.search(r"orpo: step 2/4 loss \d.* reward accuracy \d+\.\d% reward margin -?\d", said)
+    assert re.search(r"first: step 4/4 eval_loss \d\.\d+ reward accuracy \d+\.\d% reward margin \d", said)
+    titles = read_status(run).table()[0]
+    assert {"reward accuracy", "eval reward margin before"} < set(titles)
+    data["adapters"] = data["adapters"][1:]
+    console = Console(file=drawn, force_terminal=True, width=100, highlight=False)
+    mlora.train(resolve_config(data, folder=tmp_path), reporter=LiveTable(console), overwrite=True)
+    last = drawn.getvalue().rpartition("accuracy")[2]
+    assert re.search(r"orpo +finished +4/4 +\d\.\d{4} +\d+\.\d% *\n", last)
+
+
+SPREAD = """
+def loss(rows):
+    return -rows.sums(), {"spread": rows.sums() ** 2}
+"""
+
+
+@pytest.mark.parametrize("metric", ["spread", "sprea"])
+def test_a_metric_of_a_loss_of_ones_own_decides(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: str
+) -> None:
+    """Whether it is measured shows in the first evaluation; the other adapter trains."""
+    (tmp_path / f"{metric}_losses.py").write_text(SPREAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"objective": f"{metric}_losses:loss", "metric_for_best_model": metric}
+    result = mlora.train(resolve_config(data, folder=tmp_path))
+    first, second = result.adapters["first"], result.adapters["second"]
+    assert second.state == "finished"
+    if metric == "spread":
+        assert (first.state, first.best and first.best["metric"]) == ("finished", "eval_spread")
+        return
+    assert (first.state, first.step) == ("stopped", 0)
+    assert first.message == (
+        "metric_for_best_model: eval_sprea is not measured; metrics: eval_loss, eval_spread"
+    )
 
 
 def faults(data: dict[str, Any], folder: Path) -> list[str]:

@@ -120,11 +120,11 @@ def test_bytes_of_each_stage(base: Path) -> None:
     [
         (
             {"quantization": {"method": "bnb-nf5"}},
-            "quantization.method: no method is named 'bnb-nf5'; did you",
+            "quantization.method: 'bnb-nf5' is unknown; did you",
         ),
         (
             {"quantization": {"method": "gptq"}},
-            "quantization.method: no method is named 'gptq'; methods: bnb-nf4, bnb-fp4, bnb-int8, torchao-",
+            "quantization.method: must be one of bnb-nf4, bnb-fp4, bnb-int8, torchao-",
         ),
         (
             {"quantization": {"method": "bnb-int8", "double_quant": True}},

@@ -14,6 +14,7 @@ from mlora.files.loss_plot import plot_losses, smooth
 from mlora.model.base_info import BaseInfo
 from mlora.run.reporter import Pace, PlainLines, clock
 from mlora.run.run import train
+from mlora.tasks.result import AdapterResult, RunResult
 from mlora.tasks.task import Progress, Task, TaskBuilder
 from rich.console import Console
 from tiny_run import run_data
@@ -165,6 +166,35 @@ def test_table_leaves_out_columns_without_values() -> None:
         ["a", "finished", "3/3", "1.5000", "2.0000", "1.0000"],
     ]
     assert aligned([["x", "yy"], ["long", "z"]]) == "x     yy\nlong  z"
+
+
+def test_metrics_have_columns_where_an_adapter_has_them() -> None:
+    pairs = {"rewards/accuracies": 0.75, "rewards/margins": 0.5, "logps/chosen": -3.0}
+    evaluated = {name: {"before": value / 2, "after": value} for name, value in pairs.items()}
+    adapters = {
+        "dpo": AdapterResult("finished", step=3, max_steps=3, metrics=pairs, eval_metrics=evaluated),
+        "orpo": AdapterResult("finished", step=3, max_steps=3, metrics=pairs),
+        "labels": AdapterResult(
+            "finished",
+            step=3,
+            max_steps=3,
+            metrics={"accuracy": 0.5},
+            eval_accuracy={"before": 0, "after": 1},
+        ),
+        "plain": AdapterResult("finished", step=3, max_steps=3),
+    }
+    rows = result_table(RunResult("finished", Path(), 1.0, adapters).summary())
+    assert rows[0] == [
+        *("adapter", "state", "step", "reward accuracy", "reward margin"),
+        *("eval accuracy before", "after", "eval reward accuracy before", "after"),
+        *("eval reward margin before", "after"),
+    ]
+    assert [row[3:] for row in rows[1:]] == [
+        ["", "", "", "", "37.5%", "75.0%", "0.2500", "0.5000"],
+        ["75.0%", "0.5000", "", "", "", "", "", ""],
+        ["", "", "0.0%", "100.0%", "", "", "", ""],
+        [""] * 8,
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 20])

@@ -238,7 +238,7 @@ def test_an_adapter_whose_loss_is_not_a_number_stops_alone(
 def test_memory_that_runs_out_is_one_line(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(self: Engine, future: object) -> None:
+    def no_memory(self: Engine, future: object, *, raises: bool) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
 
     monkeypatch.setattr(Engine, "finish", no_memory)

@@ -92,9 +92,9 @@ def test_gradients_are_those_of_autograd(head: bool) -> None:
 def test_a_name_is_one_objectives(tiny_base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="objective: the name 'cross_entropy' is taken"):
         register_objective("cross_entropy", Focal)
-    message = r"objective: must be one of cross_entropy, .*, focal, or module:function, got 'dpo2'"
+    message = r"objective: must be one of cross_entropy, .*, focal or module:function, got 'best'"
     with pytest.raises(ValueError, match=message):
-        objective_of("dpo2")
-    data = data_of(tiny_base, tmp_path, 1, objective="dpo2")
+        objective_of("best")
+    data = data_of(tiny_base, tmp_path, 1, objective="best")
     with pytest.raises(RunError, match=message):
         mlora.train(resolve_config(data, folder=tmp_path))

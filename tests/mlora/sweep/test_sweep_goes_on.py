@@ -123,10 +123,12 @@ def test_another_search_before_the_first_checkpoint_starts_anew(data: dict[str, 
 def test_more_trials_than_before(data: dict[str, Any], tmp_path: Path) -> None:
     data["sweep"]["trials"] = 2
     sweep(data, tmp_path)
-    path = tmp_path / "run" / "config.yaml"
-    path.write_text(path.read_text().replace("trials: 2", "trials: 4"))
-    assert resume(tmp_path / "run").status == "finished"
+    assert resume(tmp_path / "run", settings=["sweep.trials=4"]).status == "finished"
     assert len(table(tmp_path / "run")) == 4
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("trials: 4", "trials: 5"))
+    assert resume(tmp_path / "run").status == "finished"
+    assert len(table(tmp_path / "run")) == 5
 
 
 def test_fewer_trials_than_have_begun(data: dict[str, Any], tmp_path: Path) -> None:

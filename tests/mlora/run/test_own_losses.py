@@ -1,0 +1,188 @@
+"""Losses of one's own in runs: a file beside the YAML, and what becomes of a loss that fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlora
+import pytest
+from mlora.config.config_file import load_config, resolve_config
+from mlora.data.record import Sample
+from mlora.engine.engine import Engine
+from mlora.errors import RunError
+from mlora.objectives.custom import CustomLoss, LossError
+from mlora.optim.optim_config import OptimConfig
+from mlora.run.run import resume
+from peft import LoraConfig
+
+from tests.mlora.limited_runs import Watching, interrupt
+from tests.mlora.tiny_run import lines, run_data, weights, write_run
+
+LOSS = """
+import helper_of_{name}
+
+calls = 0
+
+def loss(rows, scale=1.0, fails_at=None):
+    global calls
+    calls += 1
+    if fails_at and calls >= fails_at:
+        raise NameError("name 'torhc' is not defined")
+    return helper_of_{name}.sign * scale * rows.sums()
+"""
+
+
+def write_loss(folder: Path, name: str) -> None:
+    """A loss, and a file that it imports, both with names of their own: a process reads each once."""
+    (folder / f"{name}.py").write_text(LOSS.format(name=name))
+    (folder / f"helper_of_{name}.py").write_text("sign = -1.0\n")
+
+
+def test_a_file_beside_the_yaml(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found from another working folder, and by a resume; it comes before a module on Python's path."""
+    write_loss(tmp_path, "beside")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "beside.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path / "other")
+    monkeypatch.chdir(tmp_path / "other")
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"] = [data["adapters"][0] | {"objective": {"name": "beside:loss", "scale": 0.5}}]
+    data["defaults"]["max_steps"] = 4
+    config = load_config(write_run(tmp_path, data))
+    objective = config.adapters[0].objective
+    assert isinstance(objective, dict)
+    assert objective["name"] == f"{tmp_path / 'beside.py'}:loss"
+    whole = resolve_config(data | {"output_dir": str(tmp_path / "whole")}, folder=tmp_path)
+    assert mlora.train(whole).status == "finished"
+    told = Watching({("first", 3): interrupt})
+    assert mlora.train(config, reporter=told).status == "interrupted"
+    assert resume(tmp_path / "run").status == "finished"
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "nowhere:loss",
+            "nowhere:loss: cannot be imported: No module named 'nowhere', and there is no {}",
+        ),
+        ("broken:loss", "broken.py:loss: cannot be imported: SyntaxError: '(' was never closed"),
+        ("lacking:los", "lacking.py:los: cannot be imported: it has no 'los'"),
+        ("sub/gone.py:loss", "sub/gone.py:loss: cannot be imported: [Errno 2] No such file"),
+        ("raising:loss", "raising.py:loss: cannot be imported: NameError: name 'torhc' is not defined"),
+    ],
+)
+def test_a_function_that_cannot_be_imported_is_one_line(
+    tiny_base: Path, tmp_path: Path, name: str, expected: str
+) -> None:
+    (tmp_path / "broken.py").write_text("def loss(rows:\n")
+    (tmp_path / "lacking.py").write_text("def loss(rows): ...\n")
+    (tmp_path / "raising.py").write_text("torhc.nn\n")
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0]["objective"] = name
+    with pytest.raises(RunError) as error:
+        resolve_config(data, folder=tmp_path)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith("config: adapters[0].objective.name: ")
+    assert expected.format(tmp_path / "nowhere.py") in line
+
+
+@pytest.mark.parametrize(
+    ("stages", "lora"),
+    [(1, {}), (2, {}), (1, {"target_modules": ["lm_head"]}), (1, {"modules_to_save": ["lm_head"]})],
+    ids=["one stage", "two stages", "head", "own head"],
+)
+def test_one_that_fails_stops_its_own_adapter(
+    tiny_base: Path, tmp_path: Path, stages: int, lora: dict[str, Any]
+) -> None:
+    """As long as they share batches, the other adapter has the bits of a run in which nothing failed."""
+    data = run_data(tiny_base, tmp_path, pipeline={"stages": stages})
+    first = data["adapters"][0]
+    first |= {"eval_dataset": None, "eval_steps": None, "lora": first["lora"] | lora}
+    for name, options in (("good", {}), ("bad", {"fails_at": 5})):
+        own = f"{name}_{stages}_{''.join(lora)}"
+        write_loss(tmp_path, own)
+        first["objective"] = {"name": f"{own}:loss", **options}
+        config = resolve_config(data | {"output_dir": str(tmp_path / name)}, folder=tmp_path)
+        result = mlora.train(config)
+    assert result.status == "failed"
+    stopped, second = result.adapters["first"], result.adapters["second"]
+    said = "objective: loss failed: NameError: name 'torhc' is not defined"
+    assert (stopped.state, stopped.message, stopped.step) == ("stopped", said, 1)
+    assert second.state == "finished"
+    together = [
+        [line for line in lines(tmp_path / name) if line["adapter"] == "second" and line["step"] <= 5]
+        for name in ("good", "bad")
+    ]
+    assert together[0] == together[1]  # with loss and gradient of the batch in which it failed
+
+
+def test_one_that_fails_in_its_first_evaluation(tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    write_loss(tmp_path, "at_once")
+    data["adapters"][0]["objective"] = {"name": "at_once:loss", "fails_at": 1}
+    result = mlora.train(resolve_config(data, folder=tmp_path))
+    first = result.adapters["first"]
+    assert (first.state, first.step, first.message[:29]) == ("stopped", 0, "objective: loss failed: NameE")
+    assert result.adapters["second"].state == "finished"
+
+
+def test_a_metric_that_is_not_a_number_is_left_out(tiny_base: Path, tmp_path: Path) -> None:
+    """JSON cannot hold it, and it is never the best. A metric `step` does not replace the step of a line."""
+    (tmp_path / "odd.py").write_text(
+        "def loss(rows):\n"
+        "    sums = rows.sums()\n"
+        "    return -sums, {'odd': sums * float('nan'), 'endless': sums * float('-inf'), 'step': sums}\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"] = [data["adapters"][0] | {"objective": "odd:loss", "metric_for_best_model": "endless"}]
+    first = mlora.train(resolve_config(data, folder=tmp_path)).adapters["first"]
+    assert (first.state, first.best) == ("finished", None)
+    assert first.eval_metrics["odd"] == {"before": None, "after": None}
+    records = lines(tmp_path / "run")
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+    assert not {"odd", "eval_odd", "endless", "eval_endless"} & {key for record in records for key in record}
+
+
+def test_an_engine_raises_and_the_others_keep_their_gradients(tiny_base: Path) -> None:
+    fails = [False]
+
+    def loss(rows: Any) -> Any:
+        if fails[0]:
+            raise KeyError("beta")
+        return -rows.sums()
+
+    def engine(both: bool) -> Engine:
+        made = Engine(str(tiny_base))
+        for place, name in enumerate(("good", "own") if both else ("good",)):
+            more = {"objective": CustomLoss(loss)} if name == "own" else {}
+            lora = LoraConfig(r=2, target_modules=["q_proj"])
+            made.create_adapter(name, lora, OptimConfig(lr_scheduler_type="constant"), seed=place, **more)
+        return made
+
+    sample = Sample((5, 6, 7, 8), (5, 6, 7, 8))
+    with engine(True) as together, engine(False) as alone:
+        fails[0] = True
+        for verb in (together.forward_backward, together.evaluate):
+            with pytest.raises(LossError, match=r"adapter 'own': objective: loss failed: KeyError: 'beta'"):
+                verb({"good": [sample], "own": [sample]})
+        alone.forward_backward({"good": [sample]})
+        assert together.optim_step("good").grad_norm == alone.optim_step("good").grad_norm > 0
+        fails[0] = False
+        found = together.forward_backward({"good": [sample], "own": [sample]})
+        assert found["own"].finite
+        assert together.optim_step("own").grad_norm > 0
+
+
+def test_a_loss_that_its_backward_refuses_names_it(tiny_base: Path, tmp_path: Path) -> None:
+    (tmp_path / "unhooked.py").write_text("def loss(rows):\n    return -rows.sums().detach()\n")
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"objective": "unhooked:loss", "eval_dataset": None, "eval_steps": None}
+    result = mlora.train(resolve_config(data, folder=tmp_path))
+    assert result.adapters["second"].state == "finished"
+    assert result.adapters["first"].message.startswith(
+        "objective: loss failed: RuntimeError: element 0 of tensors does not require grad"
+    )

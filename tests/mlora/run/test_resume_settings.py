@@ -1,0 +1,82 @@
+"""`mlora resume --set`: keys that may change when a run goes on, and lines for the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlora
+import pytest
+from mlora.config.config_file import resolve_config
+from mlora.errors import RunError
+from mlora.files.checkpoint import list_checkpoints
+from mlora.files.run_folder import RunFolder
+from mlora.run.resumed_config import resumed_config
+from mlora.run.run import resume
+
+from tests.mlora.command_line import invoke, only_line
+from tests.mlora.limited_runs import Watching, interrupt
+from tests.mlora.tiny_run import lines, run_data, weights
+
+
+@pytest.fixture
+def begun(tiny_base: Path, tmp_path: Path) -> Path:
+    """The folder of a run that was interrupted in the middle."""
+    config = resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path)
+    assert mlora.train(config, reporter=Watching({("first", 3): interrupt})).status == "interrupted"
+    return tmp_path / "run"
+
+
+def test_what_changes_no_result_may_change(begun: Path, tiny_base: Path, tmp_path: Path) -> None:
+    before = len(list_checkpoints(begun / "checkpoints"))
+    done = invoke("resume", begun, "--set", "save_total_limit=9", "--set", "adapters.first.save_steps=1")
+    assert done.exit_code == 0, done.stderr
+    config = RunFolder(begun).read_config()
+    assert (config.save_total_limit, config.adapters[0].save_steps) == (9, 1)
+    assert len(list_checkpoints(begun / "checkpoints")) > before + 2
+    whole = run_data(tiny_base, tmp_path, output_dir=str(tmp_path / "whole"))
+    mlora.train(resolve_config(whole, folder=tmp_path))
+    assert lines(begun) == lines(tmp_path / "whole")
+    assert weights(begun) == weights(tmp_path / "whole")
+
+
+def test_the_stages_may_change(begun: Path) -> None:
+    """Their cut, which the run has saved, is measured anew; and again without stages."""
+    settings = ["pipeline.stages=2"]
+    told = Watching({("first", 5): interrupt})
+    assert resume(begun, settings=settings, reporter=told).status == "interrupted"
+    pipeline = RunFolder(begun).read_config().pipeline
+    assert (pipeline.stages, pipeline.partition) == (2, [1, 1])
+    assert resumed_config(RunFolder(begun), ["pipeline.stages=1"]).pipeline.partition is None
+    assert resume(begun, settings=["pipeline.stages=1"]).status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        (
+            "adapters.first.max_steps=40",
+            "--set: adapters[0].max_steps cannot change once a run has begun",
+        ),
+        (
+            "adapters.first.lora.r=8",
+            "--set: adapters[0].lora.r cannot change once a run has begun, only",
+        ),
+        ("seed=4", "; start a new run, with init_from to go on from an adapter"),
+        ("defaults.save_steps=1", "each adapter has its own save_steps by now; set adapters.NAME.save_steps"),
+        ("output_dir=elsewhere", "--set output_dir=elsewhere: move the run's folder instead, and resume it"),
+        ("save_total_limit=0", "--set save_total_limit=0: save_total_limit: must be at least 1, got 0"),
+        ("adapters.third.save_steps=1", "no item is named 'third'; items: first, second, or 0 to 1"),
+        ("savesteps", "--set savesteps: must be key=value"),
+    ],
+)
+def test_other_settings_are_one_line(trained: Path, setting: str, expected: str) -> None:
+    before = (trained / "config.yaml").read_bytes()
+    assert expected in only_line(invoke("resume", trained, "--set", setting))
+    assert (trained / "config.yaml").read_bytes() == before
+
+
+def test_a_run_that_has_ended_takes_none(trained: Path) -> None:
+    line = only_line(invoke("resume", trained, "--set", "save_total_limit=9"))
+    assert line == f"error: {trained}: the run has ended, so --set changes nothing; remove it"
+    with pytest.raises(RunError, match="the run has ended, so --set changes nothing"):
+        resume(trained, settings=["save_total_limit=9"])
