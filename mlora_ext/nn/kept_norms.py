@@ -130,26 +130,31 @@ class KeptNorms:
 
 
 def _own_tensors(layer: NormedLayer) -> list[Tensor]:
-    """Returns the tensors that the frozen weight may be made of: the layer's own, and their parts."""
+    """Returns the tensors that the frozen weight may be made of: the layer's own."""
     found = [*layer._parameters.values(), *layer._buffers.values()]
-    return [part for tensor in found if tensor is not None for part in _parts(tensor)]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _key(tensors: Sequence[Tensor]) -> Hashable | None:
+    """Returns a key that changes with the tensors' numbers; None if one of them does not tell."""
+    parts = [part for tensor in tensors for part in _parts(tensor)]
+    if any(type(part) not in _PLAIN or part.is_inference() for part in parts):
+        return None
+    places = tuple((t.data_ptr(), t._version, t.dtype, t.device, t.shape, t.stride()) for t in parts)
+    return places, tuple(t._version for t in tensors)
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields a tensor, or those that it wraps, as torchao's quantised tensors do."""
+    """Yields a tensor, or those that it wraps, as torchao's quantised tensors do.
+
+    Writes to such a tensor count its own version, and not those of its parts.
+    """
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()
     for name in names:
         yield from _parts(getattr(tensor, name))
-
-
-def _key(tensors: Sequence[Tensor]) -> Hashable | None:
-    """Returns a key that changes with the tensors' numbers; None if one of them does not tell."""
-    if any(type(tensor) not in _PLAIN or tensor.is_inference() for tensor in tensors):
-        return None
-    return tuple((t.data_ptr(), t._version, t.dtype, t.device, t.shape, t.stride()) for t in tensors)
 
 
 def _has_stepped(kept: _Kept, own: Mapping[str, nn.Parameter]) -> bool:

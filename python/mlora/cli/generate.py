@@ -189,37 +189,46 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bo
         raise RunError(f"--chat: {error}") from None
 
 
-def _classifiers(folders: Mapping[str, Path]) -> list[str]:
-    """Returns the adapters that predict a label. RunError for one that predicts neither a label nor text."""
-    from mlora_ext.adapters.trained_parts import task_heads, task_of
+def _classifiers(folders: Mapping[str, Path]) -> dict[str, list[str] | None]:
+    """Returns the adapters that predict one label, and the labels' names, if they have any.
+
+    RunError for an adapter that predicts neither one label nor text.
+    """
+    from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
     from mlora_ext.nn.interop.read_folder import read_config
 
-    found = []
+    found: dict[str, list[str] | None] = {}
     for name, folder in folders.items():
         try:
             config = read_config(folder)
         except ValueError as error:
             raise RunError(first_line(error)) from error
-        task = task_of(config)
-        if task_heads(config) and task != "SEQ_CLS":
-            of_task = {"TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering"}[task]
+        task, problem = task_of(config), labels_of(config).get("problem_type")
+        if not task_heads(config):
+            continue
+        if task != "SEQ_CLS" or problem in ("regression", "multi_label_classification"):
+            classes = {"TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering"}
+            of_task = classes.get(task, "SequenceClassification")
+            what = f"task_type {task}" if task != "SEQ_CLS" else f"problem_type {problem}"
             raise RunError(
-                f"{name}: task_type {task} predicts no text; name other adapters with --adapter, and load "
+                f"{name}: {what} predicts {'no text' if task != 'SEQ_CLS' else 'no single label'}; name other adapters with --adapter, and load "
                 f"{folder} with PEFT over AutoModelFor{of_task}"
             )
-        found += [name] if task_heads(config) else []
+        found[name] = labels_of(config).get("label_names")
     return found
 
 
 def _labels(
-    engine: Engine, names: Sequence[str], prompts: Sequence[Sequence[int]]
-) -> dict[tuple[str, int], int]:
+    engine: Engine, classifiers: Mapping[str, Sequence[str] | None], prompts: Sequence[Sequence[int]]
+) -> dict[tuple[str, int], int | str]:
     """Returns the label that each classifier predicts for each prompt, by its name and the prompt's index."""
-    found: dict[tuple[str, int], int] = {}
-    for start in range(0, len(prompts), ROWS) if names else ():
+    found: dict[tuple[str, int], int | str] = {}
+    for start in range(0, len(prompts), ROWS) if classifiers else ():
         part = prompts[start : start + ROWS]
-        for name, labels in engine.next_tokens(dict.fromkeys(names, part)).items():
-            found |= {(name, start + place): label for place, label in enumerate(labels)}
+        for name, labels in engine.next_tokens(dict.fromkeys(classifiers, part)).items():
+            called = classifiers[name]
+            for place, label in enumerate(labels):
+                found[name, start + place] = label if called is None else called[label]
     return found
 
 

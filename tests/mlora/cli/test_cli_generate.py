@@ -128,6 +128,16 @@ def test_a_classifier_predicts_its_label(run: Run, tiny_base: Path, tmp_path: Pa
         f"[first] {prompt} | label {label}" for prompt, label in zip(prompts, expected, strict=True)
     ]
     folder = tmp_path / "run" / "adapters" / "first"
+    names = {"id2label": {"0": "sad", "1": "glad", "2": "mad"}}
+    (folder / "labels.json").write_text(json.dumps(names))
+    named = run("generate", tmp_path / "run", "-a", "first", *asked)
+    assert [line.rpartition("label ")[2] for line in named.stdout.splitlines()] == [
+        names["id2label"][str(label)] for label in expected
+    ]
+    (folder / "labels.json").write_text(json.dumps({"problem_type": "regression"}))
+    assert "first: problem_type regression predicts no single label; name other adapters" in only_line(
+        run("generate", tmp_path / "run", "-p", "x")
+    )
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "TOKEN_CLS"}))
     assert only_line(run("generate", tmp_path / "run", "-p", "x")) == (
