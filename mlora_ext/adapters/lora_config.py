@@ -200,11 +200,14 @@ def needs_weights(config: LoraConfig) -> bool:
     return init_kind(config) == "loftq"
 
 
-def without_data(config: LoraConfig) -> LoraConfig:
-    """Returns the config of an adapter as large whose initial values need no data.
+def without_start(config: LoraConfig) -> LoraConfig:
+    """Returns the config of an adapter as large whose initial values need no data and no original weights.
 
     EVA may give a layer up to `rho` times its rank; that counts.
     """
+    if needs_weights(config):
+        config = copy.deepcopy(config)
+        config.init_lora_weights, config.loftq_config = True, {}
     if not needs_data(config):
         return config
     config, eva = copy.deepcopy(config), init_kind(config) == "eva"

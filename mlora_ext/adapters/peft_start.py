@@ -50,7 +50,7 @@ def start_values(
     if prepare is not None:
         prepare(model.layer)
     devices = [weight.device] if weight.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad():
+    with torch.random.fork_rng(devices), torch.no_grad(), weight.device:
         torch.manual_seed(seed)
         layer: Any = inject_adapter_in_model(_alone(config, spec, as_conv1d), model).layer
     a, b = layer.lora_A.default.weight.detach(), layer.lora_B.default.weight.detach()

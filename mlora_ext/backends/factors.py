@@ -169,4 +169,4 @@ def _table(
     while any(value % alignment for row in rows for value in (row[0], row[1], row[4], row[5])):
         alignment //= 2
     # waits for the copy: all streams share the table, and it is made once
-    return torch.tensor(rows, dtype=torch.int64).to(device), dense, alignment, tuple(shapes)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device), dense, alignment, tuple(shapes)

@@ -36,7 +36,7 @@ def weights_in(folder: Path, prefix: str) -> Callable[[str], Tensor]:
             with safe_open(folder / files[key], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(key)
                 return tensor
-        except (SafetensorError, FileNotFoundError) as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder / files[key]} cannot be read: {error}") from error
 
     return read
@@ -53,7 +53,7 @@ def _files(folder: Path) -> dict[str, str]:
         if (folder / INDEX).is_file():
             found: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
             return found
-    except (SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"folder: the weights in {folder} cannot be read: {error}") from error
     raise ValueError(
         f"folder: {folder} has neither {WHOLE} nor {INDEX}; save the original model there with "

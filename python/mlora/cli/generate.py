@@ -209,10 +209,12 @@ def _classifiers(folders: Mapping[str, Path]) -> dict[str, list[str] | None]:
         if task != "SEQ_CLS" or problem in ("regression", "multi_label_classification"):
             classes = {"TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering"}
             of_task = classes.get(task, "SequenceClassification")
-            what = f"task_type {task}" if task != "SEQ_CLS" else f"problem_type {problem}"
+            what = f"task_type {task} predicts no text"
+            if task == "SEQ_CLS":
+                what = f"problem_type {problem} predicts no single label"
             raise RunError(
-                f"{name}: {what} predicts {'no text' if task != 'SEQ_CLS' else 'no single label'}; name other adapters with --adapter, and load "
-                f"{folder} with PEFT over AutoModelFor{of_task}"
+                f"{name}: {what}; name other adapters with --adapter, and load {folder} with PEFT over "
+                f"AutoModelFor{of_task}"
             )
         found[name] = labels_of(config).get("label_names")
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from mlora.engine.dry_run import DryStage, States
 from mlora.memory.estimate import MemoryEstimate, MemorySample
 from mlora.memory.memory_model import SilentRows
 from mlora.optim.optim_config import OptimConfig
-from mlora_ext.adapters.lora_config import without_data
+from mlora_ext.adapters.lora_config import without_start
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -66,16 +66,20 @@ class AdapterMemory:
         *,
         silent: bool = False,
         twice: bool = False,
+        trained: bool = True,
     ) -> None:
         """Takes in an adapter whose longest sequence will have `longest` rows; most other methods need this.
 
         One of EVA counts with the most ranks that it can get. `silent`: some of its sequences are run
-        without gradient. `twice`: the weights that it began with stay beside it.
+        without gradient. `twice`: the weights that it began with stay beside it. `trained`: whether its
+        optimizer will make updates.
 
         Raises ValueError if the adapter cannot be put on the base.
         """
-        lora = without_data(lora)
+        lora = without_start(lora)
         states = [stage.states(lora, optim) for stage in self._stages]
+        if not trained:
+            states = [replace(state, moments=0, update=0) for state in states]
         beside = tuple(twice * (state.weights + state.gradients) for state in states)
         self._known[name] = _Known(lora, states, longest, silent, beside)
         self.estimate.forget_keys()

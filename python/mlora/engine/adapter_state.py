@@ -178,8 +178,15 @@ class AdapterStates(dict[str, AdapterState]):
     def of(self, name: str) -> AdapterState:
         """Returns an adapter's state; raises ValueError for an unknown name."""
         if name not in self:
-            raise ValueError(f"no adapter {name!r} in this engine; its adapters: {', '.join(self) or 'none'}")
+            known = ", ".join(self.named) or "none"
+            raise ValueError(f"no adapter {name!r} in this engine; its adapters: {known}")
         return self[name]
+
+    @property
+    def named(self) -> list[str]:
+        """The names that the engine's user has given."""
+        starts = {state.start for state in self.values()}
+        return [name for name in self if name not in starts]
 
     def at_rest(self, name: str) -> AdapterState:
         """Returns an adapter's state; raises ValueError if a batch of it is under way."""

@@ -178,8 +178,7 @@ class Engine(Batcher):
     @property
     def adapters(self) -> list[str]:
         """Names of the adapters, in the order in which they were created."""
-        starts = {state.start for state in self._states.values()}
-        return [name for name in self._states if name not in starts]
+        return self._states.named
 
     @property
     def idle(self) -> bool:
@@ -368,6 +367,8 @@ class Engine(Batcher):
         """
         if name in self._states:
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
+        if start_weights is not None and (lora is None or init_from is not None or not needs_weights(lora)):
+            raise ValueError(f"adapter {name!r}: start_weights: needs lora with init_lora_weights='loftq'")
         if lora is None and init_from is None:
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
         if problem_type not in (None, *PROBLEMS):
@@ -407,7 +408,7 @@ class Engine(Batcher):
         with ExitStack() as unless_put:
             unless_put.callback(self.remove_adapter, name)
             more: dict[str, Any] = {"seed": 0, "replica": own.replica, "init_from": folder}
-            self._put(start, None, optim, objective=CROSS_ENTROPY, **more)
+            self._put(start, None, optim, objective=CROSS_ENTROPY, trained=False, **more)
             unless_put.pop_all()
         own.start = start
 
@@ -421,6 +422,7 @@ class Engine(Batcher):
         seed: int,
         replica: int,
         init_from: str | os.PathLike[str] | None = None,
+        trained: bool = True,
     ) -> None:
         """Does `create_adapter` without initial values that depend on data."""
         rule = StepRule(optim)
@@ -428,6 +430,8 @@ class Engine(Batcher):
         made, spec = self._objective(name, objective)
         if made.reference == START and init_from is None:
             raise ObjectiveError(f"{START}: give init_from, whose weights it compares with", ("reference",))
+        if name in self._states:
+            raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
         if lora is not None and lora.inference_mode:
             raise ValueError(
                 f"adapter {name!r}: inference_mode=True: an engine trains its adapters; leave it out"
@@ -436,7 +440,8 @@ class Engine(Batcher):
         with ExitStack() as unless_created:
             if self._admission is not None and self.memory is not None:
                 known = lora or read_config(Path(os.fspath(init_from or "")))
-                self.memory.adapters.know(name, known, optim, FORESEEN, silent=made.reference is not None)
+                silent = made.reference is not None
+                self.memory.adapters.know(name, known, optim, FORESEEN, silent=silent, trained=trained)
                 unless_created.callback(self.memory.adapters.forget, name)
                 self._admission.check_states(name)
             put_adapter(self.registry, name, lora, folder, seed)
@@ -485,7 +490,8 @@ class Engine(Batcher):
         Raises:
             ValueError: if there is no adapter of this name, or a batch of it is under way.
         """
-        start = self._states.at_rest(name).start
+        own = self._states.at_rest(name)
+        start, own.start = own.start, None
         if start is not None:
             self.remove_adapter(start)
         self._control("remove", name)

@@ -7,7 +7,9 @@ Shapes: T packed rows, H query heads, K key and value heads, N sequences of equa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from inspect import signature
 from itertools import groupby
 from typing import Any
@@ -192,7 +194,7 @@ def _varlen(
     longest, ends = max(sequences.lengths), sequences.cu_seq_lens
     how: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in signature(varlen_attn).parameters:
+        if _groups_heads(varlen_attn):
             how["enable_gqa"] = True
         else:  # torch 2.11 asks for as many heads of keys as of queries
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -200,6 +202,11 @@ def _varlen(
     out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window_size, **how)
     assert isinstance(out, Tensor)
     return out.unsqueeze(0)
+
+
+@cache
+def _groups_heads(attend: Callable[..., Any]) -> bool:
+    return "enable_gqa" in signature(attend).parameters
 
 
 def _explicit(

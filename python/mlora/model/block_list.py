@@ -133,7 +133,7 @@ def rows(
     """Returns zeros, or noise, in new memory, because some models scale the embedding in place."""
     if noise is None:
         return torch.zeros(*shape, dtype=dtype, device=device)
-    return torch.randn(*shape, generator=noise).to(device, dtype)
+    return torch.randn(*shape, generator=noise, device="cpu").to(device, dtype)
 
 
 @contextmanager

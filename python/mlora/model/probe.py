@@ -51,7 +51,7 @@ def _compare(base: BaseModel, name: str, config: Any) -> None:
     except (TypeError, RuntimeError, IndexError) as error:
         raise ValueError(f"base_model: {name} does not run: {_line(error)}") from error
     sequences = PackedSequences.of(lengths, device)
-    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0).to(device)
+    positions = torch.cat([torch.arange(n, device="cpu") for n in lengths]).unsqueeze(0).to(device)
     received = None if states is None else torch.cat(states)
     try:
         with base.packed():

@@ -15,8 +15,11 @@ Takes = Literal["sequences", "pairs", "judged"]
 
 
 def owner_of(reference: str | None, name: str) -> str | None:
-    """Returns whose rows an adapter compares with; ``init_from`` has an owner for each adapter."""
-    return f"{name}__{START}__" if reference == START else reference
+    """Returns whose rows an adapter compares with; ``init_from`` has an owner for each adapter.
+
+    No task can have its name, which has a space.
+    """
+    return f"{name} {START}" if reference == START else reference
 
 
 class ObjectiveError(ValueError):

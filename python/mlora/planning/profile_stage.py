@@ -27,7 +27,7 @@ from mlora.model.task_heads import prepare_head
 from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
 from mlora.planning.partition import Cost, Table
 from mlora_ext import SegmentLayout
-from mlora_ext.adapters.lora_config import without_data
+from mlora_ext.adapters.lora_config import without_start
 from mlora_ext.nn import MultiLoRALinear
 
 if TYPE_CHECKING:
@@ -95,14 +95,14 @@ class _Profile:
         mlora_ext.convert_model(base.model, {}, every_linear=True)
         if lora is not None:
             prepare_head(base.model, lora)
-            mlora_ext.add_adapter(base.model, _NAME, without_data(copy.deepcopy(lora)))
+            mlora_ext.add_adapter(base.model, _NAME, without_start(copy.deepcopy(lora)))
         base.model.train()
         base.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         self._rows = sum(lengths)
         self._layout = SegmentLayout.from_lengths([self._rows], [-1 if lora is None else 0])
         self._names = [] if lora is None else [_NAME]
         self._sequences = PackedSequences.of(lengths, device)
-        self._positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0).to(device)
+        self._positions = torch.cat([torch.arange(n, device="cpu") for n in lengths]).unsqueeze(0).to(device)
 
     def kinds(self) -> list[Hashable]:
         """Returns a key for each block; blocks with equal keys cost the same."""
