@@ -13,7 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from mlora.errors import first_line
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
-from mlora_ext.frozen.quantized.families import family_of, frozen_weight_of, is_bitsandbytes
+from mlora_ext.frozen.quantized.families import family_of, frozen_weight_of, is_library_layer
 from mlora_ext.frozen.quantized.torchao import stored_bytes
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.targets import linear_layers
@@ -116,7 +116,7 @@ def shapes_of_skeleton(
 
 
 def _is_quantised(model: PreTrainedModel, quantizer: HfQuantizer, name: str, module: nn.Module) -> bool:
-    return is_bitsandbytes(module) or quantizer.param_needs_quantization(model, f"{name}.weight")
+    return is_library_layer(module) or quantizer.param_needs_quantization(model, f"{name}.weight")
 
 
 def _shaped(shape: tuple[int, int], config: Any, dtype: torch.dtype) -> ShapedWeight:
