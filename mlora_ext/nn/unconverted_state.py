@@ -76,8 +76,8 @@ def _check_plain(key: str, module: nn.Module) -> None:
             kind = type(tensor.data).__name__
             raise ValueError(
                 f"layer {key}: expected a plain floating-point {name}, got {kind} of {tensor.dtype}; "
-                "quantized bases, except those of bitsandbytes, torchao and gptqmodel, and sharded ones are not "
-                "supported; load the original weights"
+                "quantized bases, except those of bitsandbytes, torchao and gptqmodel, and sharded ones are "
+                "not supported; load the original weights"
             )
 
 
