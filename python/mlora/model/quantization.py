@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
@@ -18,8 +19,8 @@ _GROUP = 32
 """Numbers that share a scale with `torchao-int4`, unless `group_size` says otherwise."""
 _KERNELS = {"gptq": "torch", "awq": "torch_awq"}
 """Kernels of gptqmodel that leave the weights packed as in the checkpoint, on every device."""
-_OF_GPTQMODEL = "defuser device-smi logbar pypcre threadpoolctl tokenicer"
-"""What gptqmodel needs and PyTorch's own packages do not bring."""
+_GPTQMODEL = "gptqmodel defuser device-smi logbar pypcre tokenicer, and pip install requests threadpoolctl"
+"""gptqmodel and what it imports; its metadata asks for another torch."""
 
 
 def quantizer_of(
@@ -49,7 +50,7 @@ def quantizer_of(
     for package in needs:
         if find_spec(package) is None:
             what = "base_model: its weights need" if said is not None else "quantization: its method needs"
-            names = f"{package} {_OF_GPTQMODEL}" if package == "gptqmodel" else package
+            names = _GPTQMODEL if package == "gptqmodel" else package
             raise RunError(
                 f"{what} the package {package}, which is not installed: pip install --no-deps {names} "
                 "(torch is there already)"
@@ -57,6 +58,8 @@ def quantizer_of(
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
+        if "gptqmodel" in needs:
+            _import_gptqmodel()
         options = with_kernel(said) if said is not None else transformers_config(chosen, dtype)
         found: HfQuantizer = AutoHfQuantizer.from_config(options, pre_quantized=said is not None)
         found.validate_environment(device_map={"": device})
@@ -65,6 +68,14 @@ def quantizer_of(
             f"base_model: {source}: its quantization cannot be read: {first_line(error)}"
         ) from error
     return found
+
+
+def _import_gptqmodel() -> None:
+    """Keeps its banner and reports off the standard output, where commands print their results."""
+    from logbar import LogBar
+
+    LogBar.shared().setLevel(logging.ERROR)
+    import gptqmodel  # noqa: F401
 
 
 def with_kernel(said: dict[str, Any]) -> dict[str, Any]:
