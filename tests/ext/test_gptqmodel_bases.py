@@ -85,6 +85,16 @@ def test_products_are_those_of_the_library(kind: str, monkeypatch: pytest.Monkey
         assert_same_up_to_rounding(product.double(), exact, "bf16", 1e-2)
 
 
+def test_widths_that_words_and_groups_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = packed(nn.Linear(100, 50), "gptq").train()
+    frozen = converted(theirs)[0].frozen
+    assert torch.equal(frozen.dense(), dequantised(theirs).float())
+    x, expected = torch.randn(3, 100), dequantised(theirs).float()
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1)
+    assert_same_up_to_rounding(frozen.matmul(x), x @ expected.t(), "y")
+    assert_same_up_to_rounding(frozen.matmul_dx(x[:, :50]), x[:, :50] @ expected, "dx")
+
+
 @pytest.mark.parametrize("kind", ["gptq", "awq"])
 def test_blocks_hold_some_rows_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen, asked = converted(packed(nn.Linear(128, 96), kind))[0].frozen, []

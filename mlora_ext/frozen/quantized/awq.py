@@ -6,6 +6,8 @@ a word in the order 0, 2, 4, 6, 1, 3, 5, 7.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from .gptqmodel import WORD, GroupedWeight, fault_of_kernel, unpacked
@@ -33,4 +35,8 @@ class AwqWeight(GroupedWeight):
 
 def fault(source: nn.Module) -> str | None:
     """Returns why a layer of gptqmodel cannot be taken over, or None."""
-    return fault_of_kernel(source, _KERNELS, 'AwqConfig(backend="torch_awq")')
+    own: Any = source
+    found = fault_of_kernel(source, _KERNELS, 'AwqConfig(backend="torch_awq")')
+    if found is None and own.in_features % own.group_size:
+        return f"its {own.in_features} inputs are not a multiple of its group_size, {own.group_size}"
+    return found
