@@ -191,7 +191,8 @@ def load_stage(
         names = {files[key] for key in wanted.values()}
         read_metadata(model, filter(None, (cached_path(source, name) for name in sorted(names))))
         missing = fill(cut, open_tensors(source, wanted, files, stack), device, dtype)
-        refuse_missing(source, missing)
+    refuse_missing(source, missing)
+    with told_in_one_line(source):
         finish_reading(model)
     return cut
 

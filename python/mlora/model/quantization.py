@@ -71,7 +71,7 @@ def quantizer_of(
 
 
 def _import_gptqmodel() -> None:
-    """Keeps its banner and reports off the standard output, where commands print their results."""
+    """Imports it with its banner and reports kept off the standard output, which is for results."""
     from logbar import LogBar
 
     LogBar.shared().setLevel(logging.ERROR)
