@@ -2,6 +2,7 @@
 # make test:       set everything up, check style and types, run the tests
 # make nightly:    all families of models; the tests under other instruction sets, threads and orders
 # make peers:      tests that need TRL, bitsandbytes or torchao, in an environment of their own beside .venv
+# make gptq:       tests that need gptqmodel, in an environment of their own beside .venv
 # make soak:       long randomised runs; the log is kept in docs/soak.md
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,7 +12,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinit
 PARALLEL := -n $(WORKERS) --dist worksteal
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test suite peers check style types format nightly soak bench clean
+.PHONY: env quickstart test suite peers gptq check style types format nightly soak bench clean
 
 env: $(STAMP)
 
@@ -24,6 +25,12 @@ PEERS := .venv-peers/.ready
 
 $(PEERS): $(STAMP) .ci/make_peers_env.py
 	$(PYTHON) .ci/make_peers_env.py .venv .venv-peers
+	@touch $@
+
+GPTQ := .venv-gptq/.ready
+
+$(GPTQ): $(STAMP) .ci/make_peers_env.py
+	$(PYTHON) .ci/make_peers_env.py .venv .venv-gptq --gptqmodel
 	@touch $@
 
 quickstart: $(STAMP)
@@ -53,10 +60,15 @@ nightly: export PYTHONDONTWRITEBYTECODE =
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly $(PARALLEL)
 	$(BIN)/python .ci/matrix.py $(PARALLEL)
+	$(MAKE) --no-print-directory gptq
 
 peers: export PYTHONDONTWRITEBYTECODE =
 peers: $(PEERS)
 	.venv-peers/bin/python -m pytest -m "peers and not nightly" $(PARALLEL) --durations=10
+
+gptq: export PYTHONDONTWRITEBYTECODE =
+gptq: $(GPTQ)
+	.venv-gptq/bin/python -m pytest -m peers $(PARALLEL) --durations=10 $(shell find tests -name 'test_gptqmodel_*.py')
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
@@ -71,5 +83,5 @@ bench: $(STAMP)
 	$(BIN)/python bench/bench_train.py
 
 clean:
-	rm -rf build .venv .venv-peers
+	rm -rf build .venv .venv-peers .venv-gptq
 	find mlora_ext -name '*.so' -delete

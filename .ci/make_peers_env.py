@@ -1,9 +1,9 @@
 """Create an environment with TRL and the quantisation libraries, which sees another environment's packages.
 
-Usage: python3 .ci/make_peers_env.py .venv .venv-peers
+Usage: python3 .ci/make_peers_env.py .venv .venv-peers [--gptqmodel]
 
 They are apart because PEFT imports bitsandbytes and torchao wherever they are installed. That adds a second
-to the start of each process, and tests start hundreds.
+to the start of each process, and tests start hundreds. gptqmodel, which PEFT imports, too, adds ten.
 """
 
 import subprocess
@@ -12,8 +12,19 @@ from pathlib import Path
 
 REQUIREMENTS = ["trl>=1.0", "bitsandbytes==0.50.2", "torchao==0.18.0"]
 
+# gptqmodel works with our torch, but its metadata asks for a newer one
+GPTQMODEL = ["optimum==2.3.0", "requests", "threadpoolctl>=3.7"]
+WITHOUT_TORCH = [
+    "gptqmodel==7.7.0",
+    "defuser==0.0.28",
+    "device-smi==0.5.7",
+    "logbar==0.4.15",
+    "pypcre==0.6.4",
+    "tokenicer==0.0.14",
+]
 
-def main(base: Path, env: Path) -> None:
+
+def main(base: Path, env: Path, gptqmodel: bool) -> None:
     """Create `env` (kept if it is there) with the interpreter of `base`, then install them into it."""
     python = env / "bin" / "python"
     if not python.exists():
@@ -22,11 +33,14 @@ def main(base: Path, env: Path) -> None:
     own = next((env / "lib").glob("python*/site-packages"))
     # addsitedir also follows the .pth files there, which a plain line would not
     (own / "base.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n")
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q", *REQUIREMENTS]
-    subprocess.run(command, check=True)
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    subprocess.run([*command, *REQUIREMENTS, *(GPTQMODEL if gptqmodel else ())], check=True)
+    if gptqmodel:
+        subprocess.run([*command, "--no-deps", *WITHOUT_TORCH], check=True)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    more = sys.argv[3:]
+    if len(sys.argv) < 3 or more not in ([], ["--gptqmodel"]):
         raise SystemExit(__doc__)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), bool(more))

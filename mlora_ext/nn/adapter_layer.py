@@ -39,7 +39,7 @@ class LayerPlace:
     def adapter_dtype(self, weight: Tensor) -> torch.dtype:
         """Returns the adapters' dtype by PEFT's rule: fp32 for a half-precision base, else the base's dtype.
 
-        It is fp32 on weights of bitsandbytes, which are integers.
+        It is fp32 on weights of bitsandbytes and gptqmodel, which are integers.
         """
         if not weight.is_floating_point():
             return torch.float32

@@ -12,7 +12,7 @@ from ..adapters.kind import LayerSpec, ParameterSpec
 from ..adapters.registry import adapter_kind
 from ..frozen.linear import frozen_linear
 from ..frozen.plain import PlainWeight
-from ..frozen.quantized.families import base_weight, family_of, frozen_weight_of
+from ..frozen.quantized.families import base_bias, base_weight, family_of, frozen_weight_of, held_numbers
 from ..frozen.weight import FrozenWeight
 from ..ops.functional import lora_linear_held, lora_linear_rows, scaling_dtype
 from .adapter_layer import AdapterLayer, LayerPlace
@@ -86,15 +86,16 @@ class MultiLoRALinear(AdapterLayer):
 
     @classmethod
     def of(cls, module: nn.Module, place: LayerPlace) -> Self:
-        bias: Any = module.bias
+        numbers = held_numbers(module)
+        assert numbers is not None
         layer = cls(
             base_weight(module, place.dtype),  # type: ignore[arg-type]
-            bias,
+            base_bias(module, place.dtype),
             router=place.router,
             name=place.name,
             index=place.index,
             fan_in_fan_out=is_transposed(module),
-            adapter_dtype=place.adapter_dtype(module.weight),  # type: ignore[arg-type]
+            adapter_dtype=place.adapter_dtype(numbers),
         )
         if family_of(module) is not None:
             layer.frozen = frozen_weight_of(module, layer, place.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..frozen.quantized.families import is_bitsandbytes
+from ..frozen.quantized.families import is_library_layer
 from .adapter_layer import AdapterLayer
 from .over_module import OverModule
 
@@ -19,7 +19,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     """Whether a module that is not converted computes `x W^T + b`, with a plain or quantised weight."""
     from transformers.pytorch_utils import Conv1D
 
-    return type(module) in (nn.Linear, Conv1D) or is_bitsandbytes(module) or _computes_as_linear(module)
+    return type(module) in (nn.Linear, Conv1D) or is_library_layer(module) or _computes_as_linear(module)
 
 
 def _computes_as_linear(module: nn.Module) -> bool:
@@ -34,14 +34,15 @@ def _computes_as_linear(module: nn.Module) -> bool:
 
 def is_transposed(module: nn.Module) -> bool:
     """Whether a linear layer stores its weight as `[d_in, d_out]`."""
-    return bool(getattr(module, "fan_in_fan_out", not isinstance(module, nn.Linear)))
+    own = isinstance(module, nn.Linear) or is_library_layer(module)
+    return bool(getattr(module, "fan_in_fan_out", not own))
 
 
 def features(module: nn.Module) -> tuple[int, int]:
     """Returns d_in and d_out of a linear layer, converted or not."""
     if isinstance(module, OverModule):
         module = module.base
-    if isinstance(module, AdapterLayer) or is_bitsandbytes(module):
+    if isinstance(module, AdapterLayer) or is_library_layer(module):
         return module.in_features, module.out_features  # type: ignore[return-value]
     weight: Any = module.weight
     rows, columns = weight.shape

@@ -14,6 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ..adapters.kind import LayerSpec
 from ..adapters.registry import kind_for
 from ..adapters.trained_parts import TRAINED_PARTS, with_task_heads
+from ..frozen.quantized.families import is_gptqmodel
 from .adapter_layer import AdapterLayer
 from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
@@ -190,7 +191,10 @@ def _is_all_linear(config: LoraConfig) -> bool:
 
 
 def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
-    """Expands `all-linear` as PEFT does; also works on a model with converted layers."""
+    """Expands `all-linear` as PEFT does; also works on a model with converted layers.
+
+    It includes layers of gptqmodel, which PEFT leaves out: it then finds no layer, and refuses.
+    """
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
     expanded: Any = _maybe_include_all_linear_layers(copy.deepcopy(config), model)
@@ -199,12 +203,14 @@ def _all_linear(model: nn.Module, config: LoraConfig) -> set[str]:
 
 
 def _converted_linear(model: nn.Module) -> set[str]:
-    """Returns the names of converted linear layers except the output head."""
+    """Returns the names of converted linear layers, and of gptqmodel's, except the output head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {
         key
         for key, module in base_modules(model)
-        if isinstance(module, AdapterLayer) and is_linear(module) and module is not head
+        if (isinstance(module, AdapterLayer) or is_gptqmodel(module))
+        and is_linear(module)
+        and module is not head
     }
 
 

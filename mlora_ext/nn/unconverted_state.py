@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..frozen.quantized.families import family_of, fault_of, is_bitsandbytes
+from ..frozen.quantized.families import family_of, fault_of, is_gptqmodel, is_library_layer
 from .adapter_layer import AdapterLayer
 
 MOVED = (
@@ -34,10 +34,10 @@ def check_layer(key: str, module: nn.Module, own_parts: bool = False) -> None:
         raise ValueError(
             f"layer {key}: is offloaded by accelerate; load the model without device_map offloading"
         )
-    check_untouched(f"layer {key}", module, _OF_BITSANDBYTES if is_bitsandbytes(module) else ())
+    check_untouched(f"layer {key}", module, _OF_BITSANDBYTES if is_library_layer(module) else ())
     parts = (*module._parameters, *module._buffers, *module._modules)
     others = [name for name in parts if name not in ("weight", "bias")]
-    if others and not own_parts:
+    if others and not own_parts and not is_gptqmodel(module):
         raise ValueError(
             f"layer {key}: has {', '.join(others)} beside weight and bias, as after pruning, weight_norm or "
             "parametrizations; make the weight a plain parameter (remove_parametrizations, prune.remove, "
@@ -48,7 +48,7 @@ def check_layer(key: str, module: nn.Module, own_parts: bool = False) -> None:
         if fault:
             raise ValueError(f"layer {key}: {fault}")
         return
-    if is_bitsandbytes(module):  # on the meta device: another stage's
+    if is_library_layer(module):  # on the meta device: another stage's
         return
     _check_plain(key, module)
 
@@ -76,8 +76,8 @@ def _check_plain(key: str, module: nn.Module) -> None:
             kind = type(tensor.data).__name__
             raise ValueError(
                 f"layer {key}: expected a plain floating-point {name}, got {kind} of {tensor.dtype}; "
-                "quantized bases, except bitsandbytes' and torchao's, and sharded ones are not supported; "
-                "load the original weights"
+                "quantized bases, except those of bitsandbytes, torchao and gptqmodel, and sharded ones are "
+                "not supported; load the original weights"
             )
 
 

@@ -9,12 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from ..weight import FrozenWeight
-from . import bnb_4bit, bnb_int8, torchao
+from . import awq, bnb_4bit, bnb_int8, gptq, torchao
 from .blocks import QuantizedWeight
 
-Family = Literal["bnb-4bit", "bnb-int8", "torchao"]
-_LAYERS: dict[str, Family] = {"Linear4bit": "bnb-4bit", "Linear8bitLt": "bnb-int8"}
-_FILES: dict[Family, ModuleType] = {"bnb-4bit": bnb_4bit, "bnb-int8": bnb_int8, "torchao": torchao}
+Family = Literal["bnb-4bit", "bnb-int8", "gptq", "awq", "torchao"]
+_LAYERS: dict[tuple[str, str], Family] = {
+    ("bitsandbytes", "Linear4bit"): "bnb-4bit",
+    ("bitsandbytes", "Linear8bitLt"): "bnb-int8",
+    ("gptqmodel", "AWQuantLinear"): "awq",
+    ("gptqmodel", "BaseQuantLinear"): "gptq",
+}
+"""Classes of layers by package and name; the most derived one counts."""
+_FILES: dict[Family, ModuleType] = {
+    "bnb-4bit": bnb_4bit,
+    "bnb-int8": bnb_int8,
+    "gptq": gptq,
+    "awq": awq,
+    "torchao": torchao,
+}
 
 
 def family_of(module: nn.Module) -> Family | None:
@@ -22,14 +34,30 @@ def family_of(module: nn.Module) -> Family | None:
 
     A layer without numbers, as a stage has of other stages, counts as not quantised.
     """
-    weight = module._parameters.get("weight")
-    if not isinstance(module, nn.Linear) or weight is None:
+    weight, family = held_numbers(module), _library_family(module)
+    if family is not None:
+        return None if weight is not None and weight.is_meta else family
+    if type(module) is not nn.Linear or weight is None:
         return None
+    return "torchao" if type(weight.data).__module__.startswith("torchao.") else None
+
+
+def is_library_layer(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of bitsandbytes or gptqmodel, with or without numbers."""
+    return _library_family(module) is not None
+
+
+def is_gptqmodel(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of gptqmodel, whose W is in buffers, with or without numbers."""
+    return _library_family(module) in ("gptq", "awq")
+
+
+def _library_family(module: nn.Module) -> Family | None:
     for kind in type(module).__mro__:
-        if kind.__module__.startswith("bitsandbytes.") and kind.__name__ in _LAYERS:
-            return None if weight.is_meta else _LAYERS[kind.__name__]
-    data = type(weight.data)
-    return "torchao" if data.__module__.startswith("torchao.") and type(module) is nn.Linear else None
+        family = _LAYERS.get((kind.__module__.partition(".")[0], kind.__name__))
+        if family is not None:
+            return family
+    return None
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -37,10 +65,10 @@ def is_quantized(module: nn.Module) -> bool:
     return family_of(module) is not None or isinstance(getattr(module, "frozen", None), QuantizedWeight)
 
 
-def is_bitsandbytes(module: nn.Module) -> bool:
-    """Whether a module is one of bitsandbytes' linear layers, with or without numbers."""
-    names = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("bitsandbytes.")}
-    return isinstance(module, nn.Linear) and not names.isdisjoint(_LAYERS)
+def held_numbers(module: nn.Module) -> Tensor | None:
+    """Returns the tensor with a linear layer's numbers, quantised or not; None if it has none."""
+    found = module._parameters.get("weight")
+    return module._buffers.get("qweight") if found is None else found
 
 
 def fault_of(module: nn.Module) -> str | None:
@@ -50,11 +78,12 @@ def fault_of(module: nn.Module) -> str | None:
     return found
 
 
-def stand_in(module: nn.Linear, dtype: torch.dtype) -> nn.Parameter:
+def stand_in(module: nn.Module, dtype: torch.dtype) -> nn.Parameter:
     """Returns a weight `[O, D]` of one number, for shape, dtype and device; meta stays meta."""
-    device = module.weight.device
-    number = torch.zeros((), dtype=dtype, device=device)
-    return nn.Parameter(number.expand(module.out_features, module.in_features), requires_grad=False)
+    numbers, shape = held_numbers(module), (module.out_features, module.in_features)
+    assert numbers is not None
+    number = torch.zeros((), dtype=dtype, device=numbers.device)
+    return nn.Parameter(number.expand(shape), requires_grad=False)  # type: ignore[arg-type]
 
 
 def frozen_weight_of(source: nn.Module, layer: nn.Module, dtype: torch.dtype) -> FrozenWeight:
@@ -70,14 +99,25 @@ def frozen_weight_of(source: nn.Module, layer: nn.Module, dtype: torch.dtype) ->
         return bnb_4bit.Bnb4bitWeight(layer, source)
     if family == "bnb-int8":
         return bnb_int8.BnbInt8Weight(layer, source, dtype)
+    if family == "gptq":
+        return gptq.GptqWeight(layer, source, dtype)
+    if family == "awq":
+        return awq.AwqWeight(layer, source, dtype)
     return torchao.TorchaoWeight(layer)
 
 
 def base_weight(module: nn.Module, dtype: torch.dtype) -> Tensor:
     """Returns the weight of a linear layer, or the one that says its W's shape, dtype and device."""
-    if is_bitsandbytes(module):
-        assert isinstance(module, nn.Linear)
+    if is_library_layer(module):
         return stand_in(module, dtype)
     weight = module._parameters["weight"]
     assert weight is not None
     return weight
+
+
+def base_bias(module: nn.Module, dtype: torch.dtype) -> nn.Parameter | None:
+    """Returns the bias of a linear layer; gptqmodel's buffer in fp16 becomes a Parameter of this dtype."""
+    bias: Tensor | None = getattr(module, "bias", None)
+    if bias is None or isinstance(bias, nn.Parameter):
+        return bias
+    return nn.Parameter(bias.detach().to(dtype), requires_grad=False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...adapters.kind import AdapterKind
 from ...adapters.registry import kind_for
+from ...frozen.quantized.families import held_numbers
 from ..unconverted_state import MOVED, check_layer, check_module, check_untouched
 
 
@@ -180,6 +181,8 @@ def names_on(layer: Any) -> list[str]:
 def _base_weight(layer: Any) -> Tensor:
     base = base_of(layer)
     name = None if _is_wrapper(layer) else getattr(layer, "parameter_name", None)
+    if name is None and (numbers := held_numbers(base)) is not None:
+        return numbers
     found: Tensor = getattr(base, name) if name else next(base.parameters())
     return found
 
@@ -203,6 +206,8 @@ _SERVED = {
     ("peft.tuners.lora.bnb", "Linear4bit"),
     ("peft.tuners.lora.bnb", "Linear8bitLt"),
     ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
+    ("peft.tuners.lora.gptq", "GPTQLoraLinear"),
+    ("peft.tuners.lora.awq", "AwqLoraLinear"),
     ("peft.utils.other", "ModulesToSaveWrapper"),
     ("peft.utils.other", "TrainableTokensWrapper"),
 }

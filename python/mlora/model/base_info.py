@@ -120,9 +120,14 @@ def check_base(name: str, folder: Path | str | None = None) -> None:
         raise RunError(f"{nowhere}, and the hub cannot provide {name}: {reason}")
 
 
-SERVED = ("bitsandbytes", "torchao")
-"""The `quant_method` of checkpoints that can be trained on; it is also the name of the package."""
-_LOADERS = {"gptq": "gptqmodel", "awq": "gptqmodel", "compressed-tensors": "compressed-tensors"}
+SERVED = {
+    "bitsandbytes": ("bitsandbytes",),
+    "torchao": ("torchao",),
+    "gptq": ("gptqmodel", "optimum"),
+    "awq": ("gptqmodel",),
+}
+"""The `quant_method` of checkpoints that can be trained on, and the packages that read them."""
+_LOADERS = {"compressed-tensors": "compressed-tensors"}
 """Packages with which Transformers reads other checkpoints."""
 
 
@@ -138,14 +143,38 @@ def quantization_of(name: str, config: Any) -> dict[str, Any] | None:
         said = said if isinstance(said, dict) else said.to_dict()
         method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
         if method in SERVED:
+            _check_packing(name, method, said)
             return {**said, "quant_method": method}
         what = method or "its config.json has a quantization_config without quant_method"
         package = f"; Transformers reads it with {_LOADERS[method]}" if method in _LOADERS else ""
+        *most, last = SERVED
         raise RunError(
-            f"base_model: {name} is quantized ({what}), and only checkpoints of {' and '.join(SERVED)} are "
-            f"served{package}; use the original model, and `quantization: {{method: bnb-nf4}}` to save memory"
+            f"base_model: {name} is quantized ({what}), and only checkpoints of {', '.join(most)} and {last} "
+            f"are served{package}; use the original model, and `quantization: {{method: bnb-nf4}}` to save "
+            "memory"
         )
     return None
+
+
+def _check_packing(name: str, method: str, said: dict[str, Any]) -> None:
+    """Raises RunError for GPTQ and AWQ checkpoints in another form than layers can be read from."""
+    if method not in ("gptq", "awq"):
+        return
+    forms = (None, "gptq", "gptq_v2") if method == "gptq" else (None, "gemm")
+    form = said.get("checkpoint_format") or said.get("version") or said.get("format")
+    found = {
+        "bits": (said.get("bits", 4), (2, 4, 8)),
+        "format": (str(form).lower() if form else None, forms),
+        "dynamic": (said.get("dynamic") or None, (None,)),
+        "pack_dtype": (str(said.get("pack_dtype") or "int32"), ("int32",)),
+    }
+    for key, (value, served) in found.items():
+        if value not in served:
+            values = " or ".join(str(one) for one in served if one is not None) or "without it"
+            raise RunError(
+                f"base_model: {name} is quantized ({method}) with {key} {value}; served is {values}; use the "
+                "original model, and `quantization: {method: bnb-nf4}` to save memory"
+            )
 
 
 def _hub_says(name: str) -> str | None:

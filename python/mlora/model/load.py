@@ -22,7 +22,7 @@ from mlora.model.checkpoint_tensors import cached_path, files_of, fill, open_ten
 from mlora.model.cut import Cut, Span, cut_model
 from mlora.model.pretrained import load_whole, refuse_missing, skeleton, told_in_one_line
 from mlora.model.probe import check_packing
-from mlora.model.quantization import prepare_skeleton, quantizer_of, read_metadata
+from mlora.model.quantization import finish_reading, prepare_skeleton, quantizer_of, read_metadata
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora_ext.frozen.quantized.families import family_of
 from mlora_ext.library import check_library
@@ -192,6 +192,8 @@ def load_stage(
         read_metadata(model, filter(None, (cached_path(source, name) for name in sorted(names))))
         missing = fill(cut, open_tensors(source, wanted, files, stack), device, dtype)
     refuse_missing(source, missing)
+    with told_in_one_line(source):
+        finish_reading(model)
     return cut
 
 

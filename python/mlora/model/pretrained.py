@@ -22,7 +22,7 @@ from transformers import (
 
 from mlora.config.quantization_config import QuantizationConfig
 from mlora.model.base_info import check_base, quantization_of
-from mlora.model.quantization import quantizer_of, transformers_config
+from mlora.model.quantization import quantizer_of, transformers_config, with_kernel
 
 _CPU = torch.device("cpu")
 
@@ -38,10 +38,15 @@ def load_whole(
     A plain one is loaded on the CPU. A quantised one, by the checkpoint or by `quantization`, on the device.
     """
     check_base(source)
-    quantizer = quantizer_of(source, _config(source), quantization, dtype, device)
+    config = _config(source)
+    quantizer = quantizer_of(source, config, quantization, dtype, device)
     more: dict[str, Any] = {} if quantizer is None else {"device_map": {"": device}}
     if quantization is not None:
         more["quantization_config"] = transformers_config(quantization, dtype)
+    said = quantization_of(source, config)
+    if said is not None:
+        config.quantization_config = with_kernel(said)
+        more["config"] = config
     with told_in_one_line(source):
         found: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, output_loading_info=True, **more

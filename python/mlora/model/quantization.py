@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
@@ -12,10 +13,14 @@ from transformers.quantizers.base import HfQuantizer
 
 from mlora.config.quantization_config import QuantizationConfig
 from mlora.errors import RunError, first_line
-from mlora.model.base_info import quantization_of
+from mlora.model.base_info import SERVED, quantization_of
 
 _GROUP = 32
 """Numbers that share a scale with `torchao-int4`, unless `group_size` says otherwise."""
+_KERNELS = {"gptq": "torch", "awq": "torch_awq"}
+"""Kernels of gptqmodel that leave the weights packed as in the checkpoint, on every device."""
+_GPTQMODEL = "gptqmodel defuser device-smi logbar pypcre tokenicer, and pip install requests threadpoolctl"
+"""gptqmodel and what it imports; its metadata asks for another torch."""
 
 
 def quantizer_of(
@@ -41,17 +46,21 @@ def quantizer_of(
             f"quantization: {source} is quantized already ({said['quant_method']}); remove quantization, or "
             "name the original model as base_model"
         )
-    needs = str(said["quant_method"]) if said is not None else _package(chosen)
-    if find_spec(needs) is None:
-        what = "base_model: its weights need" if said is not None else "quantization: its method needs"
-        raise RunError(
-            f"{what} the package {needs}, which is not installed: pip install --no-deps {needs} (torch is "
-            "there already)"
-        )
+    needs = SERVED[said["quant_method"]] if said is not None else (_package(chosen),)
+    for package in needs:
+        if find_spec(package) is None:
+            what = "base_model: its weights need" if said is not None else "quantization: its method needs"
+            names = _GPTQMODEL if package == "gptqmodel" else package
+            raise RunError(
+                f"{what} the package {package}, which is not installed: pip install --no-deps {names} "
+                "(torch is there already)"
+            )
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:
-        options = said if said is not None else transformers_config(chosen, dtype)
+        if "gptqmodel" in needs:
+            _import_gptqmodel()
+        options = with_kernel(said) if said is not None else transformers_config(chosen, dtype)
         found: HfQuantizer = AutoHfQuantizer.from_config(options, pre_quantized=said is not None)
         found.validate_environment(device_map={"": device})
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError, ImportError) as error:
@@ -59,6 +68,20 @@ def quantizer_of(
             f"base_model: {source}: its quantization cannot be read: {first_line(error)}"
         ) from error
     return found
+
+
+def _import_gptqmodel() -> None:
+    """Imports it with its banner and reports kept off the standard output, which is for results."""
+    from logbar import LogBar
+
+    LogBar.shared().setLevel(logging.ERROR)
+    import gptqmodel  # noqa: F401
+
+
+def with_kernel(said: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a checkpoint says of its quantisation, with a kernel that leaves its weights packed so."""
+    method = said["quant_method"]
+    return {**said, "backend": _KERNELS[method]} if method in _KERNELS else said
 
 
 def transformers_config(chosen: QuantizationConfig | None, dtype: torch.dtype) -> Any:
@@ -99,6 +122,13 @@ def prepare_skeleton(
     """Replaces layers of a model without weights by those that hold quantised ones."""
     model.hf_quantizer = quantizer  # type: ignore[assignment]
     quantizer.preprocess_model(model, dtype=dtype, device_map={"": device}, checkpoint_files=None)
+
+
+def finish_reading(model: PreTrainedModel) -> None:
+    """Has GPTQ's zeros read as its layers have them, which its files do not, once the weights are there."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and quantizer.quantization_config.quant_method in _KERNELS:
+        quantizer.postprocess_model(model)
 
 
 def read_metadata(model: PreTrainedModel, paths: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from mlora.errors import first_line
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
-from mlora_ext.frozen.quantized.families import family_of, frozen_weight_of, is_bitsandbytes
+from mlora_ext.frozen.quantized.families import family_of, frozen_weight_of, is_gptqmodel, is_library_layer
 from mlora_ext.frozen.quantized.torchao import stored_bytes
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.targets import linear_layers
@@ -89,7 +89,7 @@ def shapes_of_model(model: PreTrainedModel) -> dict[str, ShapedWeight]:
 def _holder(module: nn.Module) -> nn.Module:
     """Returns a module with the same weight, whose tensors can be replaced."""
     holder = nn.Module()
-    holder.register_parameter("weight", module._parameters["weight"])
+    holder.register_parameter("weight", module._parameters.get("weight"))
     return holder
 
 
@@ -97,6 +97,8 @@ def shapes_of_skeleton(
     model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.dtype
 ) -> dict[str, ShapedWeight]:
     """Returns the weights that a skeleton will have, by the layer's name.
+
+    Layers of gptqmodel become plain ones without numbers, so that all skeletons are alike.
 
     Args:
         model: prepared by `prepare_skeleton`, not converted.
@@ -106,6 +108,10 @@ def shapes_of_skeleton(
     known: dict[tuple[int, int], ShapedWeight] = {}
     found = {}
     for name, module in linear_layers(model).items():
+        if is_gptqmodel(module):
+            found[name] = _of_gptqmodel(module, quantizer.quantization_config, dtype)
+            model.set_submodule(name, _plain(module, dtype))
+            continue
         if not isinstance(module, nn.Linear) or not _is_quantised(model, quantizer, name, module):
             continue
         shape = (module.out_features, module.in_features)
@@ -116,7 +122,22 @@ def shapes_of_skeleton(
 
 
 def _is_quantised(model: PreTrainedModel, quantizer: HfQuantizer, name: str, module: nn.Module) -> bool:
-    return is_bitsandbytes(module) or quantizer.param_needs_quantization(model, f"{name}.weight")
+    return is_library_layer(module) or quantizer.param_needs_quantization(model, f"{name}.weight")
+
+
+def _of_gptqmodel(module: nn.Module, config: Any, dtype: torch.dtype) -> ShapedWeight:
+    """Returns the weight of a layer on the meta device; act-order adds the group of each input."""
+    own: Any = module
+    names = ("qweight", "qzeros", "scales", *(("g_idx",) if config.desc_act else ()))
+    nbytes = sum(int(getattr(own, name).nbytes) for name in names)
+    return ShapedWeight((own.out_features, own.in_features), dtype, nbytes, None, 32 // own.bits)
+
+
+def _plain(module: nn.Module, dtype: torch.dtype) -> nn.Linear:
+    own: Any = module
+    bias = own.bias is not None
+    plain = nn.Linear(own.in_features, own.out_features, bias, device="meta", dtype=dtype)
+    return plain.requires_grad_(False)
 
 
 def _shaped(shape: tuple[int, int], config: Any, dtype: torch.dtype) -> ShapedWeight:

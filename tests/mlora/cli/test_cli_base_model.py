@@ -57,7 +57,7 @@ def test_base_model_whose_config_is_wrong(
 @pytest.mark.parametrize(
     "method",
     [
-        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "compressed-tensors"},
         {"quant_method": "fp8"},  # Transformers loads it itself, without another package
         {"quant_method": "unheard-of"},
         {"bits": 4},
@@ -70,11 +70,11 @@ def test_quantized_base(run: Run, tiny_base: Path, tmp_path: Path, method: dict,
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": method}))
     path = write_run(tmp_path, run_data(tmp_path / "few-bits", tmp_path))
     named = method.get("quant_method", "its config.json has a quantization_config without quant_method")
-    package = "; Transformers reads it with gptqmodel" if named == "gptq" else ""
+    package = f"; Transformers reads it with {named}" if named == "compressed-tensors" else ""
     assert only_line(run(command, path)) == (
         f"error: base_model: {tmp_path}/few-bits is quantized ({named}), and only checkpoints of "
-        f"bitsandbytes and torchao are served{package}; use the original model, and `quantization: {{method: "
-        "bnb-nf4}` to save memory"
+        f"bitsandbytes, torchao, gptq and awq are served{package}; use the original model, and "
+        "`quantization: {method: bnb-nf4}` to save memory"
     )
 
 

@@ -17,9 +17,11 @@ def test_quantized_models(
 ) -> None:
     """Before a weight is read: there is none in this folder."""
     config = json.loads((tiny_base / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {field: {"quant_method": "awq"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {field: {"quant_method": "compressed-tensors"}})
+    )
     with pytest.raises(
         ValueError,
-        match=r"^base_model: .* is quantized \(awq\), and only .* Transformers reads it with gptqmodel",
+        match=r"^base_model: .* is quantized \(compressed-tensors\), .* Transformers reads it with comp",
     ):
         load(str(tmp_path), torch.float32)

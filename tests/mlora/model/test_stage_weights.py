@@ -150,7 +150,10 @@ def quantized(folder: Path) -> None:
             r"cannot load .*: it has no model\.safetensors .*, only pytorch_model\.bin; several stages",
         ),
         (damaged, r"cannot load .*: Error while deserializing header"),
-        (quantized, r"is quantized \(fp8\), and only checkpoints of bitsandbytes and torchao are served"),
+        (
+            quantized,
+            r"is quantized \(fp8\), and only checkpoints of .* and awq are served",
+        ),
     ],
 )
 def test_checkpoints_that_no_stage_can_read(change, message: str, tmp_path: Path) -> None:

@@ -1,0 +1,262 @@
+"""GPTQ and AWQ bases: the library's dequantised weights in blocks, and models as Transformers loads them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tolerances import assert_same_up_to_rounding
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AwqConfig,
+    GPTQConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+pytest.importorskip("gptqmodel", reason="`make gptq` makes an environment with gptqmodel")
+
+from gptqmodel.nn_modules.qlinear.torch_aten_kernel import TorchAtenLinear
+from gptqmodel.nn_modules.qlinear.torch_int8 import TorchInt8Linear
+from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+import mlora_ext as mx
+from mlora_ext.frozen.linear import frozen_linear
+from mlora_ext.frozen.quantized import blocks
+from tests.packed_checkpoints import packed, save_packed
+
+pytestmark = pytest.mark.peers
+VOCABULARY = 61
+METHODS = ("gptq", "awq")
+PACKINGS = {
+    **{f"gptq {bits}": ("gptq", bits, 32, False) for bits in (2, 4, 8)},
+    **{f"awq {bits}": ("awq", bits, 32, False) for bits in (2, 4, 8)},
+    "gptq, whole columns": ("gptq", 4, -1, False),
+    "awq, whole columns": ("awq", 4, -1, False),
+    "gptq, act-order": ("gptq", 4, 32, True),
+}
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def dequantised(theirs: Any) -> Tensor:
+    """What the library makes of its layer's weight: `[O, D]` in the dtype of its scales."""
+    if hasattr(theirs, "g_idx"):
+        return theirs.dequantize_weight().t()
+    size = theirs.group_size
+    return dequantize_gemm(theirs.qweight, theirs.qzeros, theirs.scales, theirs.bits, size).t()
+
+
+def converted(theirs: nn.Module, **options: Any) -> Any:
+    lora = LoraConfig(r=3, target_modules=["0"], init_lora_weights=False, **options)
+    return mx.convert_model(nn.Sequential(copy.deepcopy(theirs)), {"a": lora})
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_products_are_those_of_the_library(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W has the library's bits, whole and in blocks; products are the same up to rounding."""
+    method, bits, _, _ = PACKINGS[kind]
+    plain = nn.Linear(128, 96)
+    theirs = packed(plain, *PACKINGS[kind]).train()
+    layer = converted(theirs)[0]
+    expected = dequantised(theirs)
+    assert expected.dtype == torch.float16
+    step = (plain.weight.amax() - plain.weight.amin()) / (2**bits - 2)
+    assert (expected - plain.weight).abs().amax() < 0.6 * step
+    assert torch.equal(layer.frozen.dense(), expected.float())
+    assert layer.frozen.nbytes <= 128 * 96 * (bits + 1) / 8
+    x = torch.randn(9, 128, requires_grad=True)
+    y = theirs(x) if method == "gptq" else x @ expected.float().t() + theirs.bias
+    (dx,) = torch.autograd.grad(y.square().sum(), x)
+    for most in (blocks.BLOCK_BYTES, 40 * 128 * 4):
+        monkeypatch.setattr(blocks, "BLOCK_BYTES", most)
+        ours = frozen_linear(x, layer.frozen, layer.bias)
+        assert_same_up_to_rounding(ours, y, "y")
+        (found,) = torch.autograd.grad(ours.square().sum(), x)
+        assert_same_up_to_rounding(found, dx, "dx")
+    half = torch.randn(9, 128, dtype=torch.bfloat16)
+    exact = half.double() @ expected.double().t() + theirs.bias.double()
+    for product in (layer.frozen.matmul(half, layer.bias), theirs(half)):
+        assert_same_up_to_rounding(product.double(), exact, "bf16", 1e-2)
+
+
+def test_widths_that_words_and_groups_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = packed(nn.Linear(100, 50), "gptq").train()
+    frozen = converted(theirs)[0].frozen
+    assert torch.equal(frozen.dense(), dequantised(theirs).float())
+    x, expected = torch.randn(3, 100), dequantised(theirs).float()
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1)
+    assert_same_up_to_rounding(frozen.matmul(x), x @ expected.t(), "y")
+    assert_same_up_to_rounding(frozen.matmul_dx(x[:, :50]), x[:, :50] @ expected, "dx")
+
+
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+def test_blocks_hold_some_rows_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen, asked = converted(packed(nn.Linear(128, 96), kind))[0].frozen, []
+    plain = type(frozen).rows
+
+    def rows(self: Any, begin: int, end: int, dtype: torch.dtype) -> Tensor:
+        asked.append((begin, end))
+        return plain(self, begin, end, dtype)
+
+    monkeypatch.setattr(type(frozen), "rows", rows)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 44 * 128 * 4)
+    frozen.matmul(torch.randn(3, 128))
+    assert asked == [(0, 40), (40, 80), (80, 96)]
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_copies_casts_and_states(kind: str) -> None:
+    """A change of dtype leaves the scales alone, and a state loads into another model."""
+    model, other = (converted(packed(nn.Linear(128, 96), *PACKINGS[kind])) for _ in range(2))
+    before = model[0].frozen.dense()
+    other.load_state_dict(copy.deepcopy(model).state_dict())
+    assert torch.equal(other[0].frozen.dense(), before)
+    half = copy.deepcopy(model).to(torch.bfloat16).train()
+    assert torch.equal(half[0].frozen.dense(), before.to(half[0].frozen.dtype))
+    with mx.route(half, mx.SegmentLayout.from_lengths([7]), names=["a"]):
+        assert half(torch.randn(7, 128).bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_doras_norms(method: str) -> None:
+    model = converted(packed(nn.Linear(128, 96), method), use_dora=True)
+    with mx.route(model, mx.SegmentLayout.from_lengths([7]), names=["a"]):
+        model(torch.randn(7, 128))
+    kept = mx.adapter_parameters(model, "a")
+    a, b = (next(p for key, p in kept.items() if part in key) for part in ("lora_A", "lora_B"))
+    expected = torch.linalg.vector_norm(model[0].frozen.dense() + 8 / 3 * (b @ a), dim=1)
+    assert_same_up_to_rounding(model[0].norms._kept["a"].norms, expected, "norms")
+
+
+def of_an_own_order() -> nn.Module:
+    layer = TorchInt8Linear(
+        bits=8,
+        group_size=32,
+        sym=True,
+        desc_act=False,
+        in_features=64,
+        out_features=64,
+        register_buffers=True,
+    )
+    layer.post_init()
+    return layer
+
+
+def after_an_evaluation() -> nn.Module:
+    layer = packed(nn.Linear(128, 96), "gptq", kernel=TorchAtenLinear).eval()
+    layer.post_init()
+    with torch.no_grad():
+        layer(torch.randn(2, 128).bfloat16())
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: packed(nn.Linear(128, 96), "gptq", bits=3),
+            "layer 0: its weight has 3 bits; 2, 4 and 8 are",
+        ),
+        (
+            of_an_own_order,
+            r"0: gptqmodel's kernel TorchInt8Linear holds W .* load the model with GPTQConfig\(bits=...",
+        ),
+        (
+            after_an_evaluation,
+            "layer 0: its integers are not packed as in the checkpoint, as after an evaluat",
+        ),
+    ],
+)
+def test_what_is_refused(make: Any, message: str) -> None:
+    model = nn.Sequential(make())
+    with pytest.raises(ValueError, match=message):
+        mx.convert_model(model, {"a": LoraConfig(target_modules=["0"])})
+    assert not isinstance(model[0], mx.MultiLoRALinear)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small Llama in both formats; its output head is plain."""
+    base = tmp_path_factory.mktemp("base")
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+    )
+    LlamaForCausalLM(config).save_pretrained(base)
+    return {method: save_packed(base, tmp_path_factory.mktemp(method), method) for method in METHODS}
+
+
+def load(folder: Path, method: str, backend: str = "auto_trainable") -> PreTrainedModel:
+    """The default kernel of 4 bits on some processors refuses to train; `auto_trainable` asks for another."""
+    config = GPTQConfig(bits=4, backend=backend) if method == "gptq" else AwqConfig(backend=backend)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_peft_model_is_taken_over_and_saved_for_peft(
+    saved: dict[str, Path], tmp_path: Path, method: str
+) -> None:
+    lora = LoraConfig(r=4, target_modules=EVERY, init_lora_weights=False)
+    theirs = get_peft_model(load(saved[method], method), lora).train()
+    model = mx.from_peft(copy.deepcopy(theirs))
+    assert isinstance(model.lm_head, nn.Linear)
+    ids = torch.randint(VOCABULARY, (3, 9))
+    found, expected = (one(input_ids=ids, labels=ids) for one in (model, theirs))
+    assert_same_up_to_rounding(found.logits, expected.logits, "logits")
+    for one in (found, expected):
+        one.loss.backward()
+    gradients = [p.grad for p in theirs.parameters() if p.requires_grad]
+    ours = mx.adapter_parameters(model, "default")
+    assert len(gradients) == len(ours)
+    for (name, parameter), gradient in zip(ours.items(), gradients, strict=True):
+        assert_same_up_to_rounding(parameter.grad, gradient, name)
+    mx.save_adapter(model, "default", tmp_path / "saved")
+    again = PeftModel.from_pretrained(load(saved[method], method), tmp_path / "saved").train()
+    assert_same_up_to_rounding(again(input_ids=ids).logits, found.logits, "logits of the folder")
+    other = load(saved[method], method)
+    mx.load_adapter(other, "b", tmp_path / "saved")
+    with torch.no_grad():
+        found = other.train()(input_ids=ids).logits
+        assert_same_up_to_rounding(found, expected.logits, "logits of the folder here")
+        assert other.generate(ids[:1], max_new_tokens=2, do_sample=False).shape == (1, 11)
+
+
+@pytest.mark.parametrize(("method", "backend"), [("gptq", "torch"), ("awq", "torch_awq"), ("gptq", "auto")])
+def test_all_kernels_have_the_same_weights(saved: dict[str, Path], method: str, backend: str) -> None:
+    """The named ones, and the default of this processor; `all-linear` means all layers but the head."""
+    lora = {"a": LoraConfig(r=4, target_modules="all-linear")}
+    here, there = (
+        mx.convert_model(load(saved[method], method, one), lora) for one in (backend, "auto_trainable")
+    )
+    layers = {name: m for name, m in here.named_modules() if isinstance(m, mx.MultiLoRALinear)}
+    assert {name.rpartition(".")[2] for name in layers} == set(EVERY)
+    for name, layer in layers.items():
+        assert torch.equal(layer.frozen.dense(), there.get_submodule(name).frozen.dense())
+    with pytest.raises(ValueError, match=r"cannot be merged into a frozen weight of kind (Gptq|Awq)Weight"):
+        mx.merge_and_unload(here, "a")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_mixed_batch_with_dropout_is_each_adapter_alone(saved: dict[str, Path], method: str) -> None:
+    loras = {
+        "a": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.4, init_lora_weights=False),
+        "b": LoraConfig(r=7, target_modules=["q_proj"], lora_dropout=0.2, init_lora_weights=False),
+    }
+    ids, found = torch.randint(VOCABULARY, (4, 6)), []
+    for rows in (slice(0, 4), slice(0, 2)):
+        model = mx.convert_model(load(saved[method], method), loras, seed=5).train()
+        logits = model(input_ids=ids[rows], adapter_names=["a", "a", "b", "__base__"][rows]).logits[:2]
+        logits.square().sum().backward()
+        found.append([logits.detach(), *(p.grad for p in mx.adapter_parameters(model, "a").values())])
+    for together, alone in zip(*found, strict=True):
+        assert_same_up_to_rounding(together, alone, "a")
