@@ -62,14 +62,16 @@ def initialise_from_weights(model: nn.Module, name: str, folder: str | os.PathLi
     start_from_weights(model, name, weights_in(Path(folder), prefix))
 
 
-def start_from_weights(model: nn.Module, name: str, read: ReadWeight) -> int:
+def start_from_weights(model: nn.Module, name: str, read: ReadWeight, only: str | None = None) -> int:
     """Writes the initial values of an adapter's quantised layers in this process; returns how many they are.
+
+    `only`: the one layer that gets its values now; default: all.
 
     Raises ValueError, naming the layer, if its original weight is missing or is that of another model.
     """
     found = 0
     for key, layer in adapter_layers(model, name).items():
-        if not isinstance(layer, MultiLoRALinear) or not is_quantized(layer):
+        if only not in (None, key) or not isinstance(layer, MultiLoRALinear) or not is_quantized(layer):
             continue
         own = layer.parameters_of(name)
         if own["lora_A"].is_meta:

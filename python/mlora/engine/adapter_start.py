@@ -10,6 +10,7 @@ from mlora.data.record import Sample
 from mlora.model.task_heads import why_not_started
 from mlora_ext.adapters.lora_config import init_kind
 from mlora_ext.adapters.trained_parts import task_of
+from mlora_ext.nn.adapter_weights import adapter_layers
 from mlora_ext.nn.add_remove import no_quantized_layer
 from mlora_ext.nn.start.passes import initialise
 from mlora_ext.nn.start.statistics import start_specs
@@ -23,7 +24,9 @@ def start_from_weights(engine: Any, name: str, source: str) -> None:
 
     Raises ValueError if the source lacks a weight or holds another one, or no layer is quantised.
     """
-    answers = engine._control("start_from_weights", name, {"source": source})
+    answers = []
+    for layer in adapter_layers(engine.registry, name):  # one at a time: a large one takes a minute
+        answers += engine._control("start_from_weights", name, {"source": source, "layer": layer})
     faults = [answer["fault"] for answer in answers if "fault" in answer]
     if not faults and not any(answer["layers"] for answer in answers):
         faults = [no_quantized_layer(name)]

@@ -224,16 +224,17 @@ class StageWorker(Hooks, nn.Module):
             return None
         return getattr(self._statistics[name], verb)(*arguments)
 
-    def _start_from_weights(self, name: str, source: str) -> dict[str, Any]:
-        """Gives an adapter LoftQ's values here; returns the number of layers, or what is wrong.
+    def _start_from_weights(self, name: str, source: str, layer: str) -> dict[str, Any]:
+        """Gives an adapter LoftQ's values in a layer if it is here; returns how many were, or what is wrong.
 
         An error of a later stage would end all adapters.
         """
         model = self.base.model
         try:
             with ExitStack() as stack:
-                read = original_weights(model, source, adapter_layers(model, name), stack)
-                return {"layers": start_from_weights(model, name, read)}
+                here = [layer] if layer in adapter_layers(model, name) else []
+                read = original_weights(model, source, here, stack)
+                return {"layers": start_from_weights(model, name, read, layer)}
         except ValueError as error:
             return {"fault": first_line(error)}
 

@@ -1,6 +1,8 @@
 """The engine's verbs: accumulation, evaluation, precision, checkpointing, heads, and what it refuses."""
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -342,3 +344,16 @@ def test_packing() -> None:
     assert batch.targets.tolist() == [6, 7, 4]
     assert batch.tokens == {"b": 2, "__base__": 1, "a": 0}
     assert rows.sequences.cu_seq_lens.tolist() == [0, 3, 4, 6]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_another_default_device_is_not_the_engines(stages: int) -> None:
+    model, found = make("llama"), []
+    for context in (nullcontext(), torch.device("meta")):
+        with context, Engine(copy.deepcopy(model), seed=1, stages=stages) as engine:
+            lora = LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.3)
+            engine.create_adapter("a", lora, OptimConfig(1e-2, total_steps=3))
+            for step in range(2):
+                found.append(engine.forward_backward({"a": samples(3, 9, seed=step)})["a"].loss_sum)
+                engine.optim_step("a")
+    assert found[:2] == found[2:]

@@ -311,6 +311,33 @@ def test_the_start_is_the_reference(tmp_path: Path) -> None:
     assert engine.adapters == ["old", "named", "own"]
 
 
+def test_a_start_takes_no_other_adapters_place(tmp_path: Path) -> None:
+    """And under a memory limit it counts as what nobody trains."""
+    engine = Engine(make("llama"), seed=1, memory_limit="8GiB")
+    engine.create_adapter("old", LoraConfig(**LORA), OPTIM)
+    engine.save("old", tmp_path)
+    spec = {"name": "dpo", "reference": "init_from"}
+    engine.create_adapter("own", None, OPTIM, objective=spec, init_from=tmp_path)
+    with pytest.raises(ValueError, match="'own init_from': the engine has an adapter of this name"):
+        engine.create_adapter("own init_from", LoraConfig(**LORA), OPTIM)
+    assert engine.memory is not None
+    known = engine.memory.adapters
+    (beside,), (own,), (moments,) = known.at_rest("own init_from"), known.at_rest("own"), known.moments("own")
+    assert moments > 0
+    assert beside == own - moments
+    engine.forward_backward({"own": pairs(3, 1)})
+    engine.optim_step("own")
+    engine.remove_adapter("own")
+    with pytest.raises(ValueError, match=r"no adapter 'own' in this engine; its adapters: old$"):
+        engine.remove_adapter("own")
+    engine.create_adapter("own init_from", LoraConfig(**LORA), OPTIM)
+    before = engine.weights("own init_from")
+    with pytest.raises(ValueError, match="'own init_from': the engine has an adapter of this name"):
+        engine.create_adapter("own", None, OPTIM, objective=spec, init_from=tmp_path)
+    assert engine.adapters == ["old", "own init_from"]
+    assert all(torch.equal(tensor, before[key]) for key, tensor in engine.weights("own init_from").items())
+
+
 def test_evaluation_reports_the_same() -> None:
     engine = engine_of()
     trained = engine.forward_backward(DATA)

@@ -171,3 +171,13 @@ def test_validate_and_a_memory_limit(base: Path, tmp_path: Path) -> None:
     assert found.quantized is not None
     assert [task.name for task in found.prepared.table.tasks] == ["first", "second"]
     assert mlora.train(config).status == "finished"
+
+
+def test_an_engine_whose_memory_is_measured(base: Path) -> None:
+    """As on a GPU: adapters that stand in for it are measured, and need no weights."""
+    with Engine(base, quantization=NF4) as engine:
+        engine.limit_memory("8GiB", measured=True)
+        engine.create_adapter("a", config_of(), OPTIM, start_weights=base)
+        assert engine.forward_backward({"a": samples(2, 9, seed=1)})["a"].finite
+        with pytest.raises(ValueError, match="start_weights: needs lora with init_lora_weights='loftq'"):
+            engine.create_adapter("b", LoraConfig(target_modules=["q_proj"]), OPTIM, start_weights=base)
