@@ -97,6 +97,7 @@ class AdapterState:
         objective: what it is trained for.
         objective_spec: what the last stage makes the objective of: plain values.
         start: the name under which the weights that it began with stay beside it, for its objective; or None.
+        start_digest: of these weights.
         steps: optimizer steps, taken or skipped.
         units: what divides its gradient, since the last step.
         rows: rows since the last step.
@@ -112,6 +113,7 @@ class AdapterState:
     objective: Objective = field(default_factory=CrossEntropy)
     objective_spec: Any = CROSS_ENTROPY
     start: str | None = None
+    start_digest: str | None = None
     steps: int = 0
     units: int = 0
     rows: int = 0
@@ -157,6 +159,7 @@ class AdapterState:
             "updates": self.rule.steps,
             "scaler": asdict(self.scaler),
             "steps": self.steps,
+            **({} if self.start_digest is None else {"start_digest": self.start_digest}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

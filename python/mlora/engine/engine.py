@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -410,7 +411,7 @@ class Engine(Batcher):
             more: dict[str, Any] = {"seed": 0, "replica": own.replica, "init_from": folder}
             self._put(start, None, optim, objective=CROSS_ENTROPY, trained=False, **more)
             unless_put.pop_all()
-        own.start = start
+        own.start, own.start_digest = start, _digest(self.weights(start))
 
     def _put(
         self,
@@ -586,6 +587,11 @@ class Engine(Batcher):
             raise ValueError(
                 f"adapter {name!r}: state: the optimizer's moments are those of other Parameters"
             )
+        if state.get("start_digest") != adapter.start_digest:
+            raise ValueError(
+                f"adapter {name!r}: init_from holds other weights than those that it began with, and its "
+                "objective compares with these; put them back"
+            )
         tensors = {key: state[key] for key in ("weights", "gradients", "moments")}
         arguments = {"updates": state["updates"], "seed": state["dropout_seed"], "state": tensors}
         try:
@@ -694,6 +700,13 @@ class Engine(Batcher):
         updates = self._states.updates([name])
         if updates:
             self._pipeline.control("update", {"updates": updates}, replica=self._states[name].replica)
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for key in sorted(weights):
+        found.update(key.encode() + weights[key].contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -302,6 +302,13 @@ def test_the_start_is_the_reference(tmp_path: Path) -> None:
     engine.remove_adapter("own")
     assert list(router_of(engine.model).adapters) == ["old", "named"]
     spec = {"name": "dpo", "beta": 0.3, "reference": "init_from"}
+    engine.save("named", tmp_path / "other")
+    engine.create_adapter("own", None, OPTIM, objective=spec, init_from=tmp_path / "other", seed=4)
+    with pytest.raises(
+        ValueError, match="'own': init_from holds other weights than those that it began with"
+    ):
+        engine.load_state_dict("own", state)
+    engine.remove_adapter("own")
     engine.create_adapter("own", None, OPTIM, objective=spec, init_from=tmp_path, seed=4)
     engine.load_state_dict("own", state)
     again = engine.evaluate({name: data for name in ("named", "own")})

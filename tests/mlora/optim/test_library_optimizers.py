@@ -340,7 +340,7 @@ def test_large_moments_are_paged(optim: str, monkeypatch: pytest.MonkeyPatch) ->
         ({"optim": "paged_adamw_8bit"}, "optim: 'paged_adamw_8bit' needs a GPU: .* on cpu; use adamw_8bit"),
         ({"optim": "paged_adamw_32bit"}, "'paged_adamw_32bit' needs a GPU: .*; use adamw_torch_fused"),
         ({"optim": "paged_lion_32bit"}, "'paged_lion_32bit' needs a GPU: .*; use lion_32bit"),
-        ({"optim": "adamw_torch_8bit"}, "optim: must be one of .*, got 'adamw_torch_8bit'"),
+        ({"optim": "adamw_torch_8bit"}, "optim: 'adamw_torch_8bit' is unknown; did you mean 'adamw_torch'"),
         ({"loraplus_lr_ratio": 0}, "loraplus_lr_ratio: must be above 0, got 0"),
         ({"loraplus_lr_embedding": 1e-5}, "loraplus_lr_embedding: needs loraplus_lr_ratio beside it"),
         ({"loraplus_lr_ratio": 4, "learning_rate": 0}, "loraplus_lr_ratio: needs a learning_rate > 0"),
