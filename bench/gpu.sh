@@ -9,7 +9,8 @@
 # rest of what pyproject.toml lists for mlora. A phase that fails or runs out of time
 # stops none after it; the exit code is 1 then, and the table at the end says which. `--device cpu` goes
 # through the same phases on the CPU with tiny sizes, to try this script: its figures show nothing. `--phases
-# "build,tests"` goes through these phases only; the table at the end has their names.
+# "build,tests"` goes through these phases only, of: build, odd shapes, tests, kinds of adapters, runs, memory
+# limit, pipeline, launches, suite, tests of the suite, memcheck, racecheck; other results in OUT_FOLDER stay.
 set -euo pipefail
 
 device=cuda python=python3 commit="" out="" phases=""
@@ -47,16 +48,22 @@ fi
 commit=${commit:-unknown}
 
 deadline=530 # seconds; the rest of the nine minutes is for the table at the end
-table=() failed=0
+table=() failed=0 ran=0
 note() { table+=("$(printf '%-22s %-8s %4ss  %s' "$1" "$2" "$3" "$4")"); }
+
+# wanted NAME: whether a phase was asked for; there are two builds
+wanted() {
+  local name=$1
+  [[ "$name" != build* ]] || name=build
+  [ -z "$phases" ] || [[ ",$phases," == *",$name,"* ]]
+}
 
 # phase NAME SECONDS LOG COMMAND...: runs for at most SECONDS, or what is left, and notes how it ended
 phase() {
   local name=$1 budget=$2 log=$3 begin=$SECONDS left=$((deadline - SECONDS)) code=0 lines
   shift 3
-  if [ -n "$phases" ] && [[ ",$phases," != *",${name%% sm_*},"* ]]; then
-    return 0
-  fi
+  wanted "$name" || return 0
+  ran=1
   [ "$budget" -lt "$left" ] || budget=$left
   if [ "$budget" -lt 5 ]; then
     failed=1
@@ -82,9 +89,8 @@ phase() {
 sanitizer() {
   local log="$out/sanitizer.log" lines left=$((deadline - SECONDS))
   : >>"$log"
-  if [ -n "$phases" ] && [[ ",$phases," != *",$1,"* ]]; then
-    return
-  fi
+  wanted "$1" || return 0
+  ran=1
   if ! command -v compute-sanitizer >/dev/null; then
     note "$1" "NOT RUN" 0 "compute-sanitizer is not on PATH"
     return
@@ -135,7 +141,15 @@ if [ "$device" = cuda ]; then
 fi
 about="commit $commit"$'\n'"$about"
 echo "$about"
-for name in build.log tests.log sanitizer.log pipeline.log launches.txt suite.log suite.json suite.txt suite.png summary.txt; do
+wanted_logs() {
+  ! wanted build || echo build.log
+  ! wanted tests && ! wanted "kinds of adapters" && ! wanted runs && ! wanted "memory limit" || echo tests.log
+  ! wanted "odd shapes" && ! wanted memcheck && ! wanted racecheck || echo sanitizer.log
+  ! wanted pipeline || echo pipeline.log
+  ! wanted launches || echo launches.txt
+  ! wanted suite || echo suite.log suite.json suite.txt suite.png
+}
+for name in $(wanted_logs) summary.txt; do
   rm -f "${out:?}/$name"
 done
 
@@ -210,4 +224,5 @@ fi
   [ ! -s "$out/suite.txt" ] || grep -E '^(seven linears|FAILED|skipped|out of time)' "$out/suite.txt" || true
 } >"$out/summary.txt"
 cat "$out/summary.txt"
+[ "$ran" = 1 ] || { echo "bench/gpu.sh: none of these phases serves --device $device: $phases" >&2; exit 2; }
 exit "$failed"

@@ -103,8 +103,10 @@ def main() -> None:
         parser.exit(1, f"{parser.prog}: this torch sees no CUDA device\n")
     gpu_operator("cuda")
     lines = [", ".join(f"{key} {value}" for key, value in machine.describe().items()), ""]
+    print("\n".join(lines))
     for shape in CASES:
-        lines += [*case(*shape, arguments.rows), ""]
-        print("\n".join(lines[-20:]), flush=True)
+        found = [*case(*shape, arguments.rows), ""]
+        print("\n".join(found), flush=True)
+        lines += found
     if arguments.out:
         (RESULTS / Path(arguments.out).name).with_suffix(".txt").write_text("\n".join(lines))

@@ -30,8 +30,8 @@ __device__ inline void start_with_bias(Delta& sum, const T* bias, int columns) {
   }
 }
 
-// Blocks of a multiprocessor whose registers suffice without spilling. A third one paid on an H100: 29.7 to
-// 28.4 us for 8192 x 4096 and rank 16.
+// Blocks of a multiprocessor whose registers suffice without spilling. A third one paid on an H100: 29.4 to
+// 28.7 us for 8192 x 4096 and rank 16 (bench/results/gpu-h100/launches.txt, v1).
 template <int kRanks>
 constexpr int kBlocks = kRanks <= 16 ? 3 : 2;
 

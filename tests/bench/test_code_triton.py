@@ -65,3 +65,37 @@ def test_rows_and_ranks_recompile_nothing() -> None:
     assert {name for name, _, _ in first} >= MATRIX_KERNELS
     for other in others:
         assert other == first
+
+
+SUMS = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from mlora_ext.backends.triton.blocks import product
+
+@triton.jit
+def kernel(x, y, out, blocks):
+    i, j = tl.arange(0, 16), tl.arange(0, 64)
+    sums = tl.zeros([16, 64], dtype=tl.float32)
+    for block in range(0, blocks):
+        a = tl.load(x + block * 256 + i[:, None] * 16 + i[None, :])
+        b = tl.load(y + block * 1024 + i[:, None] * 64 + j[None, :])
+        sums = product(a, b, sums, False)
+    tl.store(out + i[:, None] * 64 + j[None, :], sums)
+
+types = {"x": "*fp32", "y": "*fp32", "out": "*fp32", "blocks": "i32"}
+ptx = triton.compile(ASTSource(kernel, types), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+print(ptx.count("fma.rn.f32"), ptx.count("add.f32") + ptx.count("add.rn.f32"))
+"""
+
+
+def test_fp32_blocks_are_summed_by_themselves(tmp_path: Path) -> None:
+    """Not in one chain with the sums of the blocks before, into which the compiler may join them."""
+    (tmp_path / "sums.py").write_text(SUMS)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "sums.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    multiplied, added = map(int, done.stdout.split())
+    assert multiplied == 16 * added > 0

@@ -112,6 +112,26 @@ def test_script_goes_on_after_a_failure(tmp_path: Path) -> None:
     assert all("exit code 7" in line for line in failed)
 
 
+def test_phases_that_were_chosen(tmp_path: Path) -> None:
+    """Others do not run and keep their results; a selection that runs nothing is an error."""
+    python, out = tmp_path / "python", tmp_path / "out"
+    python.write_text('#!/bin/sh\n[ "$1" = - ] && { echo about; exit 0; }\necho broken; exit 7\n')
+    python.chmod(0o755)
+    out.mkdir()
+    for name in ("suite.json", "tests.log"):
+        (out / name).write_text("earlier")
+    command = [SCRIPT, "--device", "cpu", "--python", python, out, "--phases"]
+    done = subprocess.run([*command, "tests,odd shapes"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    failed = [line for line in done.stdout.splitlines() if "FAILED" in line]
+    assert [line.split()[0] for line in failed] == ["odd", "tests"]
+    assert (out / "suite.json").read_text() == "earlier"
+    assert "earlier" not in (out / "tests.log").read_text()
+    done = subprocess.run([*command, "launches,racecheck"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "none of these phases serves --device cpu: launches,racecheck" in done.stderr
+
+
 FAKE_PYTHON = """#!/bin/sh
 here=$(dirname "$0")
 if [ "$1" = - ]; then printf 'Python, torch\\na GPU, capability 9.0\\n90a\\n'; exit 0; fi
