@@ -162,6 +162,13 @@ def test_an_adapter_waits_for_the_weights(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(input_ids=ids, adapter_names=["own"]).logits
         assert torch.equal(again(input_ids=ids).logits, expected)
+        third, part = rounded(base, own=loftq()), again.state_dict()
+        some = {key: part[key] for key in list(values(again))[:-1]}
+        third.load_state_dict(some, strict=False)
+        with pytest.raises(ValueError, match="needs the original weights"):
+            third(input_ids=ids)
+        third.load_state_dict(part)
+        assert torch.equal(third(input_ids=ids).logits, expected)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +198,20 @@ def test_a_plain_base_is_refused() -> None:
         mx.convert_model(llama(), {"own": loftq()})
     with pytest.raises(ValueError, match=f"^{message}"):
         rounded(llama(), own=loftq(target_modules=["lm_head"]))
+
+
+def test_weights_of_another_size_in_number(tmp_path: Path) -> None:
+    """Zeros, and half of the weights, are no originals of what was quantised."""
+    for factor in (0.0, 0.5):
+        other = llama()
+        base = copy.deepcopy(other)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(factor)
+        other.save_pretrained(tmp_path / "other")
+        model = rounded(base, own=loftq())
+        with pytest.raises(ValueError, match="is not the one that was quantised"):
+            mx.initialise_from_weights(model, "own", tmp_path / "other")
 
 
 def test_files_that_hold_no_original(tmp_path: Path) -> None:

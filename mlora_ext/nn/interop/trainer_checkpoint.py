@@ -27,7 +27,16 @@ _STEP = "mlora_router.step"
 def install(model: nn.Module) -> None:
     """Lets a freshly converted model load that `model.safetensors`."""
     model.register_load_state_dict_pre_hook(_read_step)
+    model.register_load_state_dict_post_hook(_end_waiting)
     model.register_load_state_dict_post_hook(_excuse_base)
+
+
+def _end_waiting(model: nn.Module, found: Any) -> None:
+    """An adapter whose weights were all loaded needs no initial values any more."""
+    for name, info in router_of(model).adapters.items():
+        own = tuple(adapter_parameters(model, name)) if info.awaits_start else ()
+        if own and not any(key.endswith(own) for key in found.missing_keys):
+            info.awaits_start = False
 
 
 def adapter_tensors(
