@@ -52,11 +52,6 @@ ALL_LINEAR = (
         "them.",
         _kinds("SEWDForSequenceClassification Swinv2ForImageClassification"),
     ),
-    Refusal(
-        "positions that all samples share",
-        "The images of a batch are one list of patches, which does not tell which sample a patch is from.",
-        _kinds("Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration"),
-    ),
 )
 """Layers that `all-linear` reaches."""
 

@@ -50,6 +50,9 @@ all results are equal, and the last column shows targets that work: `without` li
 train such an adapter alone, either. A dash means that the class has no such part.
 The numbers stand for [reasons](#reasons).
 
+Qwen2-VL and Qwen2.5-VL see the images of a batch as one list of patches. Adapters on these layers can be
+mixed if all images of the batch have one size and all samples have equally many; other batches are refused.
+
 """
 
 
