@@ -78,8 +78,8 @@ class OverModule(AdapterLayer):
         return self._read_from_outside(name, found) if own and found is not None else found
 
     def _read_from_outside(self, name: str, found: Any) -> Any:
-        route = self.router.active
-        if route is None or self.router.observer is not None:
+        route = None if self.router.observer is not None else self.router.route_of_reads(self)
+        if route is None:
             return found
         owners = [o for o in route.names if o in self.specs and self.specs[o].kind in TRAINED_PARTS]
         if not owners:

@@ -11,6 +11,7 @@ from models import copy_weights, peft_model
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mlora_ext as mx
 
@@ -53,6 +54,13 @@ class Reader(nn.Module):
         return y + mean if self.unread else F.linear(y + mean, self.embed.weight)
 
 
+class PlainReader(Reader):
+    """Leaves the head out."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return F.linear(self.norm(torch.tanh(self.body(self.embed(input_ids)))), self.embed.weight)
+
+
 def both(model: nn.Module, **fields: Any) -> tuple[nn.Module, nn.Module]:
     configs = {
         name: lora(target_modules=["body"], r=rank, **fields) for name, rank in {"a": 2, "b": 3}.items()
@@ -91,6 +99,24 @@ def test_one_adapter_reads_its_own_and_a_mixed_batch_is_refused(
     where = "head" if reads_head else "embed"
     with pytest.raises(ValueError, match=f"layer {where}: another module reads its weights without calling"):
         ours(input_ids=tokens, adapter_names=["a", "b", "__base__"])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_read_that_backward_recomputes(reentrant: bool) -> None:
+    class Checkpointed(Reader):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            h = self.norm(torch.tanh(self.body(self.embed(input_ids))))
+            return checkpoint(lambda x: F.linear(x, self.embed.weight), h, use_reentrant=reentrant)
+
+    plain, again = (
+        both(kind(), modules_to_save=["embed", "norm"])[0] for kind in (PlainReader, Checkpointed)
+    )
+    again.load_state_dict(plain.state_dict())
+    tokens = ids()
+    for model in (plain, again):
+        model.train()(input_ids=tokens, adapter_names=["b"] * 3).square().sum().backward()
+    for key, p in mx.adapter_parameters(plain, "b").items():
+        assert_same_up_to_rounding(mx.adapter_parameters(again, "b")[key].grad, p.grad, key)
 
 
 def test_a_mixed_batch_may_ask_for_shape_and_dtype_and_gets_tuples() -> None:
