@@ -261,7 +261,7 @@ class Router:
         return active, place, route.batch
 
     def route_of_reads(self, layer: RoutedLayer) -> Route | None:
-        """Returns the route of the pass in progress or recomputed, for a read of a layer's weight; else None."""
+        """Returns the route along which a layer's weight is read; None outside of forward passes."""
         if inside_backward() and not self._entered_in_backward:
             return self._recomputed(layer, 1)
         return self.active
