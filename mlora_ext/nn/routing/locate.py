@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..adapter_layer import AdapterLayer
 from ..linear import MultiLoRALinear
 from .call_kind import Call, kind_of, sizes_of
 from .other_contents import special_tokens
@@ -55,6 +56,8 @@ def _encoder(model: nn.Module) -> nn.Module | None:
 
 @torch.compiler.disable
 def _before_encoder(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not any(isinstance(module, AdapterLayer) for module in encoder.modules()):
+        return
     router = router_of(encoder)
     contents = contents_of(args, kwargs)
     if router.active is not None and not router.is_called and router.observer is None and contents:

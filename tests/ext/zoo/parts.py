@@ -67,9 +67,10 @@ def _also(model: nn.Module, targets: dict[str, Any], names: list[str]) -> dict[s
     """Configs whose targets are spelled out by PEFT, with some more."""
     found = {}
     for name, config in _configs(targets).items():
-        found[name] = get_peft_model(copy.deepcopy(model), config).peft_config["default"]
-        every = sorted({*found[name].target_modules, *names})
-        found[name].target_modules = "|".join(map(re.escape, every))  # a name also stands for all that end so
+        peft = get_peft_model(copy.deepcopy(model), config)
+        found[name] = peft.peft_config["default"]
+        every = sorted({*peft.targeted_module_names, *names})
+        found[name].target_modules = "|".join(map(re.escape, every))  # a name in a list stands for more
     return found
 
 
