@@ -26,7 +26,7 @@ from .over_module import RowSource, plain_module
 from .routing.route import LayerGroup
 from .routing.router import AdapterInfo, router_of
 from .targets import linear_layers, target_layers
-from .unconverted_state import check_layer, check_module
+from .unconverted_state import MOVED, check_layer, check_module
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -197,8 +197,10 @@ def refuse_state(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]],
     for _, key, module in _wanted(model, plans, every):
         if isinstance(module, AdapterLayer):
             continue
-        if key in copied or isinstance(module, nn.Embedding):
+        if key in copied:
             check_module(key, module)
+        elif isinstance(module, nn.Embedding):
+            check_module(key, module, MOVED)  # the layer calls the embedding, so its hooks still run
         else:
             check_layer(key, module, own_parts=not MultiLoRALinear.serves(module))
 

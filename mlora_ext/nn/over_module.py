@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.kind import LayerSpec
+from ..adapters.trained_parts import TRAINED_PARTS
 from ..frozen.plain import PlainWeight
 from ..ops.functional import scaling_dtype
 from .adapter_layer import AdapterLayer, LayerPlace
+from .outside_reads import ReadFromOutside, outside_read
 from .routing.route import LayerGroup, RouteTensors
 from .routing.router import Router
 from .routing.samples import SampleDim
@@ -60,13 +62,37 @@ class OverModule(AdapterLayer):
         return cls(module, router=place.router, name=place.name, index=place.index, adapter_dtype=dtype)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the base's module that this layer does not have."""
+        """Returns an attribute of the base's module that this layer does not have.
+
+        Inside a forward pass, parameters and parts of the base are those that the active adapter trains, as
+        in PEFT. Raises ValueError if adapters of a mixed batch have different ones.
+        """
+        base = self.__dict__.get("base")
         try:
-            return super().__getattr__(name)
+            found = super().__getattr__(name)
         except AttributeError:
-            if "base" not in self.__dict__:
+            if base is None:
                 raise
-            return getattr(self.__dict__["base"], name)
+            return getattr(base, name)
+        own = base is not None and (name in base._parameters or name in base._modules)
+        return self._read_from_outside(name, found) if own and found is not None else found
+
+    def _read_from_outside(self, name: str, found: Any) -> Any:
+        route = None if self.router.observer is not None else self.router.route_of_reads(self)
+        if route is None:
+            return found
+        owners = [o for o in route.names if o in self.specs and self.specs[o].kind in TRAINED_PARTS]
+        if not owners:
+            return found
+        if not route.mixed:
+            return self.own_part(owners[0], name)
+        if isinstance(found, nn.Module):
+            raise outside_read(self.name)
+        return ReadFromOutside.of(found, self.name)
+
+    def own_part(self, adapter: str, name: str) -> Any:
+        """Returns what an adapter has in place of a parameter or part of the base."""
+        return getattr(self.base, name)
 
     def train(self, mode: bool = True) -> Self:
         self.base.train(mode)
@@ -113,7 +139,16 @@ def plain_module(module: nn.Module) -> nn.Module:
 class RowSource:
     """Mixin for layers with `trainable_tokens_delta`: their own, or that of the layer they are tied to."""
 
+    base: nn.Module
     specs: dict[str, LayerSpec]
+
+    def own_part(self, adapter: str, name: str) -> Any:
+        """Returns the weight with the rows that an adapter trains; other parts are the base's."""
+        part: Any = getattr(self.base, name)
+        if name != "weight":
+            return part
+        index = torch.tensor(self.specs[adapter].tokens, device=part.device)
+        return part.index_copy(0, index, self.trained_rows(adapter).to(part.dtype))
 
     def tie(self, source: nn.Module) -> None:
         """Takes the trained rows of tied adapters from another layer."""

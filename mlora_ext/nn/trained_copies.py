@@ -92,6 +92,11 @@ class TrainedCopies(OverModule):
     def peft_keys(cls, module: nn.Module, spec: LayerSpec) -> dict[str, str]:
         return {part: part for part in cls.shapes(module, spec)}
 
+    def own_part(self, adapter: str, name: str) -> Any:
+        """Returns a parameter of an adapter's copy in the base's dtype, or a part of the copy."""
+        part = getattr(self.modules_to_save.of(adapter), name)
+        return part.to(self.frozen.dtype) if isinstance(part, Tensor) else part
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Applies the module, or adapters' copies of it.
 
@@ -127,15 +132,17 @@ class TrainedCopies(OverModule):
                 "beside x cannot be mixed; use one adapter for the whole batch"
             )
 
-        def compute(owner: int, own: Sequence[Tensor]) -> Tensor:
+        def compute(owner: int, own: Sequence[Tensor]) -> Any:
             mine = given | dict(zip(tensors, own[1:], strict=True))
             positional = [mine[i] for i in range(len(args))]
             y = self._call(modules[owner], own[0], positional, {key: mine[key] for key in kwargs})
-            if not isinstance(y, Tensor):
-                raise ValueError(
-                    f"layer {self.name}: modules_to_save: a {type(self.base).__name__} that returns a "
-                    f"{type(y).__name__} cannot be mixed; use one adapter for the whole batch"
-                )
+            dim = groups.dim or 0
+            for one in y if type(y) is tuple else (y,):
+                if not isinstance(one, Tensor) or one.shape[dim : dim + 1] != own[0].shape[dim : dim + 1]:
+                    raise ValueError(
+                        f"layer {self.name}: modules_to_save: a {type(self.base).__name__} that returns "
+                        "something else than rows cannot be mixed; use one adapter for the whole batch"
+                    )
             return y
 
         return by_adapter(groups, [x, *tensors.values()], lead, compute)

@@ -18,6 +18,7 @@ from ..adapters.trained_parts import (
 )
 from .layer_kinds import layer_kind
 from .over_module import plain_module
+from .plain_linear import is_plain_linear
 from .task_heads import TaskHeads
 from .trained_copies import why_not_copied
 
@@ -51,12 +52,17 @@ def trained_layers(
 def _copies(name: str, config: LoraConfig, modules: Mapping[str, nn.Module]) -> dict[str, LayerSpec]:
     wanted = list(config.modules_to_save or ())
     found: dict[str, LayerSpec] = {}
-    for key, module in modules.items():
-        if any(key.startswith(f"{other}.") for other in found) or not key.endswith(tuple(wanted)):
+    named = {key: module for key, module in modules.items() if key.endswith(tuple(wanted))}
+    trained = [key for key, module in named.items() if next(module.parameters(), None) is not None]
+    ends = tuple(one for one in wanted if any(key.endswith(one) for key in trained))
+    for key, module in named.items():
+        if any(key.startswith(f"{other}.") for other in found):
             continue
         if isinstance(module, TaskHeads):
             found[key] = _head(name, config)
             continue
+        if key not in trained and key.endswith(ends):
+            continue  # such as an Identity in the place of a norm
         reason = why_not_copied(module)
         if reason is not None:
             raise ValueError(
@@ -134,6 +140,12 @@ def _check_rows(name: str, key: str, module: nn.Module, spec: LayerSpec) -> None
     try:
         layer_kind(module, spec.kind)
     except ValueError as error:
+        if is_plain_linear(plain_module(module)) and getattr(module, "bias", None) is not None:
+            raise ValueError(
+                f"adapter {name!r}: trainable_token_indices: {key} has a bias, which PEFT leaves out for "
+                "trained rows (huggingface/peft issue 3649); name the embedding in target_modules, or the "
+                "head in modules_to_save"
+            ) from error
         raise ValueError(
             f"adapter {name!r}: trainable_token_indices: {key} is a {type(plain_module(module)).__name__}; "
             "only plain embeddings, and linear layers without bias, have rows that can be trained"
@@ -150,7 +162,10 @@ def _check_rows(name: str, key: str, module: nn.Module, spec: LayerSpec) -> None
 def _input_embedding(model: nn.Module, modules: Mapping[str, nn.Module]) -> str:
     """Returns the name of the model's input embedding; empty if the model does not tell."""
     getter: Any = getattr(model, "get_input_embeddings", None)
-    own = getter() if callable(getter) else None
+    try:
+        own = getter() if callable(getter) else None
+    except NotImplementedError:  # models with several, such as CLIP
+        return ""
     return next((key for key, module in modules.items() if module is own), "")
 
 

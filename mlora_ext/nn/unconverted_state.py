@@ -53,8 +53,11 @@ def check_layer(key: str, module: nn.Module, own_parts: bool = False) -> None:
     _check_plain(key, module)
 
 
-def check_module(key: str, module: nn.Module) -> None:
-    """Raises ValueError for a module of which copies are trained, if it has anything that they would not."""
+def check_module(key: str, module: nn.Module, allowed: Collection[str] = ()) -> None:
+    """Raises ValueError for a module of which copies are trained, if it has anything that they would not.
+
+    `allowed` names attributes whose hooks may be there.
+    """
     converted = "."  # its parts are checked when it is converted
     for part, inside in module.named_modules(prefix=key):
         if isinstance(inside, AdapterLayer):
@@ -65,7 +68,7 @@ def check_module(key: str, module: nn.Module) -> None:
             raise ValueError(
                 f"layer {part}: is offloaded by accelerate; load the model without device_map offloading"
             )
-        check_untouched(f"layer {part}", inside)
+        check_untouched(f"layer {part}", inside, allowed)
         _check_plain(part, inside)
 
 

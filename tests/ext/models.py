@@ -11,7 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import mlora_ext as mx
+from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.adapter_weights import adapter_layers
+from mlora_ext.nn.over_module import RowSource
+from mlora_ext.nn.trained_copies import TrainedCopies
 
 VOCABULARY = 61
 NAMES = ["a", "b", "__base__", "a"]
@@ -62,7 +65,7 @@ def norm_in_any_dtype(self: LlamaRMSNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 def peft_model(base: nn.Module, configs: Mapping[str, LoraConfig]) -> nn.Module:
-    """PEFT's model over a copy of the base, every adapter trainable, with random A and B."""
+    """PEFT's model over a copy of the base, every adapter trainable, with random weights."""
     model = None
     for name, config in configs.items():
         config = copy.deepcopy(config)
@@ -75,7 +78,15 @@ def peft_model(base: nn.Module, configs: Mapping[str, LoraConfig]) -> nn.Module:
         if "lora_" in key:
             parameter.data.normal_(std=0.2)
             parameter.requires_grad_(True)
+        elif is_trained(key):
+            parameter.data.add_(0.05 * torch.randn_like(parameter))
+            parameter.requires_grad_(True)
     return model
+
+
+def is_trained(key: str) -> bool:
+    """Whether a parameter of a PEFT model is an adapter's."""
+    return any(part in key for part in ("lora_", ".modules_to_save.", ".trainable_tokens_delta."))
 
 
 def copy_weights(source: nn.Module, model: nn.Module, names: Mapping[str, object]) -> None:
@@ -83,7 +94,7 @@ def copy_weights(source: nn.Module, model: nn.Module, names: Mapping[str, object
     state = {
         key.removeprefix("base_model.model."): value
         for key, value in source.named_parameters()
-        if "lora_" in key
+        if is_trained(key)
     }
     mine = {key: p for name in names for key, p in by_peft_key(model, name).items()}
     assert set(mine) == set(state)
@@ -96,10 +107,18 @@ def copy_weights(source: nn.Module, model: nn.Module, names: Mapping[str, object
 def by_peft_key(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
     """An adapter's Parameters by the names that PEFT's model has for them, without its prefix."""
     return {
-        f"{key}.{own.removesuffix('.weight')}.{name}.weight": layer.parameters_of(name)[part]
+        f"{key}.{_with_name(layer, name, own)}": layer.parameters_of(name)[part]
         for key, layer in adapter_layers(model, name).items()
         for part, own in layer.peft_keys(layer, layer.specs[name]).items()
     }
+
+
+def _with_name(layer: AdapterLayer, name: str, key: str) -> str:
+    """A key of PEFT's files as PEFT's model has it: with the adapter's name."""
+    if isinstance(layer, TrainedCopies):
+        return f"modules_to_save.{name}.{key}"
+    of_a_table = isinstance(layer, RowSource)  # PEFT keeps these without a module around them
+    return f"{key}.{name}" if of_a_table else f"{key.removesuffix('.weight')}.{name}.weight"
 
 
 def token_ids(batch: int, length: int) -> torch.Tensor:

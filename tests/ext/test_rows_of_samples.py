@@ -143,13 +143,17 @@ def test_xlnet(shape: tuple[int, int]) -> None:
         assert_same_up_to_rounding(together[sample : sample + 1].detach(), alone.detach(), name)
 
 
-@pytest.mark.parametrize("how", [{}, {"num_beams": 2}], ids=str)
-def test_generate_of_an_encoder_decoder(how: dict) -> None:
+@pytest.mark.parametrize(
+    ("how", "targets"),
+    [({}, "all-linear"), ({"num_beams": 2}, "all-linear"), ({}, r"decoder.*\.[qv]")],
+    ids=str,
+)
+def test_generate_of_an_encoder_decoder(how: dict, targets: str) -> None:
     """`generate` calls the encoder by itself, outside of the model's own forward."""
     config = T5Config(
         vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
     )
-    adapters = {n: LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) for n in "ab"}
+    adapters = {n: LoraConfig(r=4, target_modules=targets, init_lora_weights=False) for n in "ab"}
     model = mx.convert_model(T5ForConditionalGeneration(config), adapters).eval()
     ids, names = token_ids(3, 3), ["a", "b", "__base__"]
     how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, **how}

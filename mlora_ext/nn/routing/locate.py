@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..adapter_layer import AdapterLayer
 from ..linear import MultiLoRALinear
 from .call_kind import Call, kind_of, sizes_of
 from .other_contents import special_tokens
+from .patches import patches_of
 from .route import Route
 from .router import Router, router_of
 from .samples import Places, SampleDim, find_places
@@ -54,6 +56,8 @@ def _encoder(model: nn.Module) -> nn.Module | None:
 
 @torch.compiler.disable
 def _before_encoder(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if not any(isinstance(module, AdapterLayer) for module in encoder.modules()):
+        return
     router = router_of(encoder)
     contents = contents_of(args, kwargs)
     if router.active is not None and not router.is_called and router.observer is None and contents:
@@ -78,15 +82,16 @@ def locate(
     if route.layout is not None and (batch == 1 or each == 1):
         return
     others = _of_no_sample(router, module, contents)
+    patches = patches_of(call[1], first, _special(router, module, _STAND_FOR).to(first.device))
     given = kind_of(call, list(contents.values()), _special(router, module))
-    kind = (type(module), module.training, bool(others), given)
+    kind = (type(module), module.training, bool(others), tuple(patches), given)
     # A result for several rows per sample also holds for one row, but not the other way round.
     key = (kind, each > 1 or (kind, True) in router.places)
     if key not in router.places:
         own = [tensor for name, tensor in contents.items() if name not in others]
         left_out = [contents[name] for name in others]
         _refuse_batch_statistics(module)
-        passes = TrialPasses(module, call, own, left_out, router.observed)
+        passes = TrialPasses(module, call, own, left_out, list(patches.values()), router.observed)
         found = find_places(passes, route.sizes)
         _mark_eager(module, found)
         if len(router.places) >= _KINDS:

@@ -257,6 +257,12 @@ class Router:
             active = route.tensors(layer.group, rows)
         return active, place, route.batch
 
+    def route_of_reads(self, layer: RoutedLayer) -> Route | None:
+        """Returns the route along which a layer's weight is read; None outside of forward passes."""
+        if inside_backward() and not self._entered_in_backward:
+            return self._recomputed(layer, 1)
+        return self.active
+
     def _only_adapter(self, samples: int) -> Route:
         """Returns a route that gives all samples the default or only adapter; none if all are off."""
         names = () if self.disabled else (self.default,) if self.default else tuple(self.adapters)

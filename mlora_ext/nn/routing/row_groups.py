@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,9 +51,11 @@ def by_adapter(
     groups: RowGroups,
     inputs: Sequence[Tensor],
     lead: torch.Size,
-    compute: Callable[[int, Sequence[Tensor]], Tensor],
-) -> Tensor:
+    compute: Callable[[int, Sequence[Tensor]], Any],
+) -> Any:
     """Returns what `compute(owner, inputs of its group)` returns for each group, in x's order.
+
+    This is a tensor, or a tuple of tensors.
 
     Args:
         inputs: tensors with the dimensions `lead` first.
@@ -60,6 +63,8 @@ def by_adapter(
     """
     split = [groups.split(each, len(lead)) for each in inputs]
     parts = [compute(owner, [own[i] for own in split]) for i, owner in enumerate(groups.owners)]
+    if isinstance(parts[0], tuple):
+        return tuple(groups.join(each, lead) for each in zip(*parts, strict=True))
     return groups.join(parts, lead)
 
 

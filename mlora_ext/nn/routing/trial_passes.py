@@ -64,6 +64,7 @@ class TrialPasses:
         call: positional and keyword arguments of the forward pass.
         contents: the tensors among the arguments that hold the samples, `[batch, ...]`.
         others: tensors that have as many entries but not one per sample.
+        patches: tensors with several adjacent rows for each sample, see `patches_of`.
         observed: a context in which layers call `Observer.see` and add no adapter.
     """
 
@@ -73,11 +74,13 @@ class TrialPasses:
         call: Call,
         contents: Sequence[Tensor],
         others: Sequence[Tensor],
+        patches: Sequence[Tensor],
         observed: Callable[[], AbstractContextManager[Observer]],
     ) -> None:
         self.batch = contents[0].shape[0]
         self._module, self._call, self._observed = module, call, observed
-        left_out = {id(tensor) for tensor in others}
+        self._patches = {id(tensor) for tensor in patches}
+        left_out = {id(tensor) for tensor in others} | self._patches
         counting = [t for t in tensors_in(call) if t.dim() > 0 and t.shape[0] == self.batch]
         self._counting = {id(t) for t in counting} - left_out
         self._contents = {id(t) for t in contents}
@@ -124,12 +127,16 @@ class TrialPasses:
             yield (numbers >> digit & 1).bool()
 
     def _moved_on(self, tensor: Tensor) -> Tensor:
+        if id(tensor) in self._patches:
+            return tensor.roll(len(tensor) // self.batch, 0)
         return tensor.roll(1, 0) if id(tensor) in self._counting else tensor
 
     def _twice(self, samples: Tensor) -> Change:
         def change(tensor: Tensor) -> Tensor:
-            counts = id(tensor) in self._counting
-            return torch.cat([tensor, tensor[samples.to(tensor.device)]]) if counts else tensor
+            if id(tensor) not in self._counting | self._patches:
+                return tensor
+            rows = samples.to(tensor.device).repeat_interleave(len(tensor) // self.batch)
+            return torch.cat([tensor, tensor[rows]])
 
         return change
 
@@ -139,6 +146,9 @@ class TrialPasses:
         def with_others_in(samples: Tensor) -> Change:
             def change(tensor: Tensor) -> Tensor:
                 given = order(tensor)
+                if id(tensor) in self._patches and tensor.is_floating_point():
+                    by_sample = given.unflatten(0, (self.batch, -1))
+                    return other_contents(by_sample, samples, self._special).flatten(0, 1)
                 return other_contents(given, samples, self._special) if id(tensor) in changing else given
 
             return change

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import by_peft_key, copy_weights, peft_model
+from models import by_peft_key, copy_weights, is_trained, peft_model
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import mlora_ext as mx
+from mlora_ext.nn.routing.trial_passes import FAILURES
 
 Sample = dict[str, Tensor]
 RANKS = {"a": 4, "b": 12}
@@ -37,7 +38,7 @@ class Outcome:
     """What became of a family.
 
     Attributes:
-        verdict: "equal" or "refused".
+        verdict: "equal", "refused", or "PEFT refuses".
         targets: fields of PEFT's `LoraConfig` with which it is so.
         reasons: what was refused on the way.
     """
@@ -45,6 +46,16 @@ class Outcome:
     verdict: str
     targets: dict[str, Any]
     reasons: list[str]
+
+
+@dataclass
+class _Expected:
+    """What PEFT gives for a batch: `outputs` by sample, and gradients by name if it was in training mode."""
+
+    training: bool
+    samples: Sequence[Sample]
+    outputs: list[list[Tensor]]
+    gradients: dict[str, Tensor]
 
 
 class _Refused(Exception):
@@ -102,13 +113,7 @@ def outcome(model: nn.Module, batches: Sequence[Sequence[Sample]], names: list[s
     with all_double():
         for _ in range(_ATTEMPTS):
             try:
-                with _refusing():
-                    ours = mx.convert_model(copy.deepcopy(model), _configs(targets))
-                peft = peft_model(model, _configs(targets))
-                copy_weights(peft, ours, RANKS)
-                for samples in batches:
-                    _compare(ours, peft, samples, names, training=False)
-                    _compare(ours, peft, samples, names, training=True)
+                _compare_all(model, _configs(targets), batches, names)
             except _Refused as error:
                 reasons.append(str(error))
                 advice = _advice(reasons[-1], targets)
@@ -118,6 +123,47 @@ def outcome(model: nn.Module, batches: Sequence[Sequence[Sample]], names: list[s
             else:
                 return Outcome("equal", targets, reasons)
     return Outcome("refused", targets, reasons)
+
+
+def outcome_of_parts(
+    model: nn.Module,
+    batches: Sequence[Sequence[Sample]],
+    names: list[str],
+    configs: dict[str, LoraConfig],
+    parts: Sequence[Sequence[str]],
+) -> Outcome:
+    """Compare adapters that also train some parts of the model, such as a head.
+
+    Args:
+        configs: of the adapters, by name.
+        parts: names of modules; in each list one must have a gradient.
+
+    Raises:
+        AssertionError: if a number is wrong, or a part never has a gradient.
+    """
+    with all_double():
+        try:
+            peft = peft_model(model, configs)
+            expected = list(_expected(peft, batches, names))
+        except FAILURES as error:
+            return Outcome("PEFT refuses", {}, [f"{type(error).__name__}: {error}"])
+        for part in parts:
+            found = [
+                float(gradient.norm())
+                for one in expected
+                for key, gradient in one.gradients.items()
+                if key.startswith(tuple(f"{module}." for module in part))
+            ]
+            assert any(found), f"{', '.join(part)}: PEFT's gradients are all zero, so they show nothing"
+        try:
+            with _refusing():
+                ours = mx.convert_model(copy.deepcopy(model), configs)
+            copy_weights(peft, ours, RANKS)
+            for one in expected:
+                _compare(ours, one, names)
+        except _Refused as error:
+            return Outcome("refused", {}, [str(error)])
+        return Outcome("equal", {}, [])
 
 
 def following_advice(convert: Callable[[dict[str, LoraConfig]], nn.Module]) -> nn.Module:
@@ -160,25 +206,48 @@ def collate(samples: Sequence[Sample]) -> Sample:
     return {key: torch.cat([sample[key] for sample in samples]) for key in samples[0]}
 
 
-def _compare(
-    ours: nn.Module, peft: nn.Module, samples: Sequence[Sample], names: Sequence[str], training: bool
+def _compare_all(
+    model: nn.Module,
+    configs: dict[str, LoraConfig],
+    batches: Sequence[Sequence[Sample]],
+    names: Sequence[str],
 ) -> None:
-    theirs = _alone(peft, samples, names, training)
-    ours.train(training)
+    with _refusing():
+        ours = mx.convert_model(copy.deepcopy(model), configs)
+    peft = peft_model(model, configs)
+    copy_weights(peft, ours, RANKS)
+    for expected in _expected(peft, batches, names):
+        _compare(ours, expected, names)
+
+
+def _expected(
+    peft: nn.Module, batches: Sequence[Sequence[Sample]], names: Sequence[str]
+) -> Iterator[_Expected]:
+    for samples in batches:
+        for training in (False, True):
+            outputs = _alone(peft, samples, names, training)
+            trained = {key: p for key, p in peft.named_parameters() if is_trained(key)}
+            yield _Expected(training, samples, outputs, _gradients(trained) if training else {})
+
+
+def _compare(ours: nn.Module, expected: _Expected, names: Sequence[str]) -> None:
+    ours.train(expected.training)
     ours.zero_grad()
     with _refusing():
-        output = ours(**collate(samples), adapter_names=list(names))
+        output = ours(**collate(expected.samples), adapter_names=list(names))
     mine = _per_sample(output, len(names))
-    assert len(mine) == len(theirs[0])
+    assert len(mine) == len(expected.outputs[0])
     for index, got in enumerate(mine):
         for row, name in enumerate(names):
-            what = f"output {index}, {'training' if training else 'eval'}, row {row} of adapter {name}"
-            assert_same_up_to_rounding(got[row].detach(), theirs[row][index].detach(), what, TOLERANCE)
-    if training:
+            mode = "training" if expected.training else "eval"
+            what = f"output {index}, {mode}, row {row} of adapter {name}"
+            assert_same_up_to_rounding(
+                got[row].detach(), expected.outputs[row][index].detach(), what, TOLERANCE
+            )
+    if expected.training:
         _loss(mine, range(len(names))).backward()
-        wanted = {key: p for name in RANKS for key, p in by_peft_key(ours, name).items()}
-        peft_by_key = {key: peft.get_parameter(f"base_model.model.{key}") for key in wanted}
-        _assert_gradients(_gradients(wanted), _gradients(peft_by_key))
+        own = {key: p for name in RANKS for key, p in by_peft_key(ours, name).items()}
+        _assert_gradients(_gradients(own), expected.gradients)
 
 
 def _alone(
@@ -202,6 +271,11 @@ def _alone(
         for index, place in enumerate(places):
             found[place] = [output[index] for output in outputs]
     return [found[place] for place in range(len(names))]
+
+
+def loss_of(output: object, batch: int) -> Tensor:
+    """A number that depends on all that a model gives for each sample."""
+    return _loss(_per_sample(output, batch), range(batch))
 
 
 def _loss(outputs: Sequence[Tensor], places: Iterable[int]) -> Tensor:
@@ -243,14 +317,17 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in parameters.items()}
+    return {
+        key.removeprefix("base_model.model."): torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for key, p in parameters.items()
+    }
 
 
 def _assert_gradients(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     """Each within the tolerance; one far smaller than the adapter's largest is mostly rounding of that."""
     assert mine.keys() == theirs.keys()
     for name in RANKS:
-        keys = [key for key in mine if f".{name}." in key]
+        keys = [key for key in mine if f".{name}." in f"{key}."]
         scale = max(float(theirs[key].norm()) for key in keys)
         assert scale > 0, f"adapter {name}: PEFT's gradients are all zero, so they show nothing"
         for key in keys:

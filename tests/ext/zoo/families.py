@@ -1,4 +1,4 @@
-"""The families of Transformers that the zoo runs: classes, groups, inputs, and what is refused by name."""
+"""The families of Transformers that the zoo runs: classes, groups and inputs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,21 +99,3 @@ FAMILIES = [
     *_families("multimodal, text only", "_FOR_CAUSAL_LM", "mllama moshi"),
     *_families("other", "", "patchtst patchtsmixer time_series_transformer decision_transformer"),
 ]
-
-UNROUTED = "do not target this layer"
-REFUSED = {
-    "falcon_h1": "Mamba's kernels",
-    "falcon_mamba": "Mamba's kernels",
-    "llama4_text": "router is a Llama4Router",
-    "mamba": "Mamba's kernels",
-    "mamba2": "Mamba's kernels",
-    "paligemma": "nn.MultiheadAttention reads its weight",
-    "phimoe": "router is a PhimoeTopKRouter",
-    "qwen2_5_vl": UNROUTED,
-    "qwen2_vl": UNROUTED,
-    "sew-d": UNROUTED,
-    "siglip": "nn.MultiheadAttention reads its weight",
-    "switch_transformers": UNROUTED,
-    "swinv2": UNROUTED,
-}
-"""What a message about `all-linear` says, by model type."""

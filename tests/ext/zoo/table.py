@@ -5,6 +5,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[n]) for n in (0, 1, 2)]
@@ -12,9 +13,13 @@ sys.path[:0] = [str(Path(__file__).parents[n]) for n in (0, 1, 2)]
 import peft  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from compare import NAMES, Outcome, outcome  # noqa: E402
+from compare import NAMES, Outcome, outcome, outcome_of_parts  # noqa: E402
 from families import FAMILIES, Family  # noqa: E402
 from inputs import make_batches, make_model  # noqa: E402
+from parts import COLUMNS, parts_of  # noqa: E402
+from refusals import all_linear, in_order, part, says  # noqa: E402
+
+ALL = "`all-linear`"
 
 HEAD = """# Models: which families of Transformers work
 
@@ -28,10 +33,25 @@ check did the following:
 3. It ran PEFT with each adapter alone on the same weights, and compared the outputs of every sample and the
    gradients of every adapter.
 
-**Equal** means that all outputs and gradients agree to 1e-9. **Refused in part** means that `all-linear`
-reaches a layer that mlora_ext cannot serve. A ValueError names the layer and says what to do. Without such
-layers all results are equal. For these classes the last column shows targets that work: `on` lists
-`target_modules`, `without` lists patterns of `exclude_modules`.
+It did the same for adapters that train something else beside the linear layers:
+
+| Column | What the adapters also train |
+|---|---|
+| `all-linear` | nothing else |
+| embeddings | LoRA on the table of tokens and on the head that makes logits, if there is one |
+| tokens | 26 rows of the table of tokens: `trainable_token_indices` |
+| head | a copy of the head (`lm_head`, `classifier`, or what the class has): `modules_to_save` |
+| norm | a copy of the last norm that is used: `modules_to_save` |
+
+**Equal** means that all outputs and gradients agree to 1e-9. **Refused** means that a ValueError names the
+layer and says what to do. **Refused in part** means so of some layers that `all-linear` reaches; without them
+all results are equal, and the last column shows targets that work: `without` lists patterns of
+`exclude_modules`. These targets are those of the other columns, too. **PEFT refuses** means that PEFT cannot
+train such an adapter alone, either. A dash means that the class has no such part.
+The numbers stand for [reasons](#reasons).
+
+Qwen2-VL and Qwen2.5-VL see the images of a batch as one list of patches. Adapters on these layers can be
+mixed if all images of the batch have one size and all samples have equally many; other batches are refused.
 
 """
 
@@ -54,12 +74,37 @@ Whisper refuses several return sequences per sample. `tests/ext/zoo/test_zoo_gen
 """
 
 
-def _run(family: Family) -> Outcome:
+def _run(family: Family) -> dict[str, Outcome]:
+    """The outcome of each column."""
+    model = make_model(family)
+    batches = make_batches(family, model)
+    found = {ALL: _or_wrong(lambda: outcome(model, batches, NAMES))}
+    if found[ALL].verdict == "equal" and found[ALL].reasons:
+        found[ALL].verdict = "refused in part"
+    for column, own in parts_of(model, batches[0], found[ALL].targets).items():
+        found[column] = _or_wrong(
+            lambda own=own: outcome_of_parts(model, batches, NAMES, own.configs, own.modules)
+        )
+    return found
+
+
+def _or_wrong(compare: Callable[[], Outcome]) -> Outcome:
     try:
-        model = make_model(family)
-        return outcome(model, make_batches(family, model), NAMES)
+        return compare()
     except AssertionError as error:
-        return Outcome(f"**WRONG**: {str(error).splitlines()[0]}", {}, [])
+        return Outcome(f"**WRONG**: {str(error).splitlines()[0]}", {"target_modules": "all-linear"}, [])
+
+
+def _cell(family: Family, column: str, found: Outcome | None) -> str:
+    """The verdict, with the numbers of its reasons."""
+    if found is None:
+        return "-"
+    if not found.reasons:
+        return found.verdict
+    expected = all_linear(family.kind) if column == ALL else part(family.kind, column)[1]
+    known = expected is not None and all(says(expected, reason) for reason in found.reasons)
+    why = str(in_order().index(expected) + 1) if known and expected else f"**NEW**: {found.reasons[0]}"
+    return f"{found.verdict} ({why})"
 
 
 def _targets(found: Outcome) -> str:
@@ -71,27 +116,41 @@ def _targets(found: Outcome) -> str:
     return "; ".join(parts)
 
 
+def _counts(rows: list[dict[str, Outcome]]) -> str:
+    """A table of how often each column has each verdict."""
+    verdicts = ("equal", "refused in part", "refused", "PEFT refuses")
+    lines = ["| Column | " + " | ".join(verdicts) + " | - |", "|---|" + "---|" * (len(verdicts) + 1)]
+    for column in (ALL, *COLUMNS):
+        own = [row[column].verdict if column in row else "-" for row in rows]
+        lines.append(f"| {column} | " + " | ".join(str(own.count(one)) for one in (*verdicts, "-")) + " |")
+    return "\n".join(lines)
+
+
 def main(chosen: list[str]) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     families = [family for family in FAMILIES if not chosen or family.model_type in chosen]
-    lines = []
+    rows, lines = [], []
     for family in families:
         start, found = time.monotonic(), _run(family)
-        print(f"{family.kind}: {found.verdict} {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
-        verdict = "refused in part" if found.verdict == "equal" and found.reasons else found.verdict
-        row = (family.group, family.model_type, f"`{family.kind}`", verdict, _targets(found))
-        lines.append((verdict, "| " + " | ".join(row) + " |"))
-    whole, part = (sum(verdict == kind for verdict, _ in lines) for kind in ("equal", "refused in part"))
+        verdicts = ", ".join(f"{column} {one.verdict}" for column, one in found.items())
+        print(f"{family.kind}: {verdicts}; {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+        cells = [_cell(family, column, found.get(column)) for column in (ALL, *COLUMNS)]
+        rows.append(found)
+        row = (family.group, family.model_type, f"`{family.kind}`", *cells, _targets(found[ALL]))
+        lines.append("| " + " | ".join(row) + " |")
     print(HEAD, end="")
     print(
-        f"Of {len(lines)} classes {whole} are equal and {part} refused in part, with transformers "
-        f"{transformers.__version__}, peft {peft.__version__} and torch {torch.__version__}.\n"
-        "This page is the output of `python tests/ext/zoo/table.py`; `make nightly` checks every row.\n"
+        f"The counts of {len(lines)} classes, with transformers {transformers.__version__}, peft "
+        f"{peft.__version__} and torch {torch.__version__}:\n\n{_counts(rows)}\n\n"
+        "This page is the output of `python tests/ext/zoo/table.py`; `make nightly` checks every row.\n\n"
+        "## Reasons\n"
     )
+    print("\n".join(f"{number}. {one.reason}" for number, one in enumerate(in_order(), 1)) + "\n")
     print(GENERATE)
-    print("| Kind | Model type | Class | Outcome | Targets, if not all-linear |\n|---|---|---|---|---|")
-    print("\n".join(line for _, line in lines))
+    columns = ("Kind", "Model type", "Class", ALL, *COLUMNS, "Targets, if not all-linear")
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
