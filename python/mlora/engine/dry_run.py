@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 
 import mlora_ext
 from mlora.data.packing import BASE
+from mlora.engine.put_adapter import put_adapter
 from mlora.engine.stage_group import Source, StageOptions, count_blocks, spans_of
-from mlora.engine.stage_worker import StageWorker, put_adapter
+from mlora.engine.stage_worker import StageWorker
 from mlora.memory.memory_model import SilentRows
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules

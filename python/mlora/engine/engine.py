@@ -28,8 +28,8 @@ from mlora.engine.batcher import Batcher
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.measured_samples import PIECES, MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit
+from mlora.engine.put_adapter import plain_lora, put_adapter
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
-from mlora.engine.stage_worker import plain_lora, put_adapter
 from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton

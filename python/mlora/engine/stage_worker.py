@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 
 import mlora_ext
 from mlora.data.packing import BASE, PackedRows
+from mlora.engine.put_adapter import lora_of, put_adapter
 from mlora.errors import first_line, is_out_of_memory
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
 from mlora.model.original_weights import original_weights
-from mlora.model.task_heads import check_heads, prepare_head
 from mlora.objectives.objective import Objective
 from mlora.objectives.registry import objective_of
 from mlora.objectives.token_losses import (
@@ -41,17 +40,15 @@ from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora.pipeline.trace import Trace
-from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of
 from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.adapter_weights import adapter_layers, neutral_names, scalings, write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state
-from mlora_ext.nn.interop.read_folder import read_config
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.start.from_weights import start_from_weights
 from mlora_ext.nn.start.statistics import Statistics, statistics_of
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    pass
 
 
 class StageWorker(Hooks, nn.Module):
@@ -491,50 +488,3 @@ class FailuresOf:
         what = f"adapter {self._name!r}: its optimizer ({optimizer.config.optim}) failed in step"
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptimizerError(f"{what} {optimizer.steps + 1}: {reason}") from error
-
-
-def put_adapter(
-    model: nn.Module, name: str, lora: LoraConfig | None, init_from: str | None, seed: int
-) -> None:
-    """Puts an adapter on a converted model or a stage's piece of it; on an error the model stays as it was.
-
-    `lora=None` takes the config of `init_from`, a PEFT folder with initial weights. `seed` is of initial
-    weights and dropout. Raises ValueError if the config is not supported, targets match nothing, or the
-    folder does not fit.
-    """
-    prepare_head(model, lora if lora is not None else read_config(Path(str(init_from))))
-    if lora is not None:
-        mlora_ext.add_adapter(model, name, lora, seed=seed)
-        check_heads(model, name)
-    if init_from is not None:
-        try:
-            mlora_ext.load_adapter(model, name, init_from, seed=seed)
-            if lora is None:
-                check_heads(model, name)
-        except ValueError:
-            if lora is not None:
-                mlora_ext.remove_adapter(model, name)
-            raise
-
-
-def plain_lora(config: LoraConfig) -> dict[str, Any]:
-    """Returns a LoraConfig's values that are not defaults; `lora_of` makes it again."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
-    default = type(config)()
-    found = {key: _plain(value) for key, value in values.items() if value != getattr(default, key, None)}
-    return found | labels_of(config)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return sorted(value) if isinstance(value, set) else value
-
-
-def lora_of(values: Mapping[str, Any]) -> LoraConfig:
-    """Makes a LoraConfig again of what `plain_lora` returned."""
-    from peft import LoraConfig
-
-    config = LoraConfig(**{key: value for key, value in values.items() if key not in LABEL_FIELDS})
-    config.__dict__.update({key: values[key] for key in LABEL_FIELDS if key in values})
-    return config

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlora.engine.engine import Engine
-from mlora.engine.stage_worker import lora_of
+from mlora.engine.put_adapter import lora_of
 from mlora.errors import RunError, first_line
 from mlora.files.disk import write_tensors
 from mlora.files.state_files import best_file, read_state

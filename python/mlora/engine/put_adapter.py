@@ -1,0 +1,65 @@
+"""Puts adapters on a converted model, and turns their configs into plain values for other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+import mlora_ext
+from mlora.model.task_heads import check_heads, prepare_head
+from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of
+from mlora_ext.nn.interop.read_folder import read_config
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+
+def put_adapter(
+    model: nn.Module, name: str, lora: LoraConfig | None, init_from: str | None, seed: int
+) -> None:
+    """Puts an adapter on a converted model or a stage's piece of it; on an error the model stays as it was.
+
+    `lora=None` takes the config of `init_from`, a PEFT folder with initial weights. `seed` is of initial
+    weights and dropout. Raises ValueError if the config is not supported, targets match nothing, or the
+    folder does not fit.
+    """
+    prepare_head(model, lora if lora is not None else read_config(Path(str(init_from))))
+    if lora is not None:
+        mlora_ext.add_adapter(model, name, lora, seed=seed)
+        check_heads(model, name)
+    if init_from is not None:
+        try:
+            mlora_ext.load_adapter(model, name, init_from, seed=seed)
+            if lora is None:
+                check_heads(model, name)
+        except ValueError:
+            if lora is not None:
+                mlora_ext.remove_adapter(model, name)
+            raise
+
+
+def plain_lora(config: LoraConfig) -> dict[str, Any]:
+    """Returns a LoraConfig's values that are not defaults; `lora_of` makes it again."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+    default = type(config)()
+    found = {key: _plain(value) for key, value in values.items() if value != getattr(default, key, None)}
+    return found | labels_of(config)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return sorted(value) if isinstance(value, set) else value
+
+
+def lora_of(values: Mapping[str, Any]) -> LoraConfig:
+    """Makes a LoraConfig again of what `plain_lora` returned."""
+    from peft import LoraConfig
+
+    config = LoraConfig(**{key: value for key, value in values.items() if key not in LABEL_FIELDS})
+    config.__dict__.update({key: values[key] for key in LABEL_FIELDS if key in values})
+    return config
