@@ -154,8 +154,13 @@ class TrainedCopies(OverModule):
             y = module(x, *args, **kwargs)
         else:
             y = module(x.to(self.adapter_dtype), *args, **kwargs)
-        half = isinstance(y, Tensor) and module is not self.base and self.adapter_dtype != self.frozen.dtype
-        return y.to(self.frozen.dtype) if half else y
+        if module is self.base or self.adapter_dtype == self.frozen.dtype:
+            return y
+        return tuple(map(self._as_base, y)) if type(y) is tuple else self._as_base(y)
+
+    def _as_base(self, y: Any) -> Any:
+        numbers = isinstance(y, Tensor) and y.is_floating_point()
+        return y.to(self.frozen.dtype) if numbers else y
 
 
 def _plain_copy(module: nn.Module) -> nn.Module:

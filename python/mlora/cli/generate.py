@@ -91,7 +91,8 @@ def generate(
         classifiers = _classifiers(wanted)
         with _enough_memory(f"loading {base.name}", "--bf16 takes half the memory"):
             engine = _load(base, wanted, bf16, device, None if base_model else quantization)
-        budgets = [_budget(ids, max_new_tokens, base.max_positions) for ids in tokens]
+        texts_wanted = len(classifiers) < len(chosen)
+        budgets = [_budget(ids, max_new_tokens, base.max_positions) if texts_wanted else 0 for ids in tokens]
         pairs = [(name, index) for index in range(len(texts)) for name in chosen]
         completed = [(name, index) for name, index in pairs if name not in classifiers]
         requests = [GenerationRequest(name, tokens[index], budgets[index]) for name, index in completed]
@@ -194,7 +195,8 @@ def _classifiers(folders: Mapping[str, Path]) -> dict[str, list[str] | None]:
 
     RunError for an adapter that predicts neither one label nor text.
     """
-    from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
+    from mlora.model.task_heads import label_objective
+    from mlora_ext.adapters.trained_parts import labels_of, task_of
     from mlora_ext.nn.interop.read_folder import read_config
 
     found: dict[str, list[str] | None] = {}
@@ -203,9 +205,10 @@ def _classifiers(folders: Mapping[str, Path]) -> dict[str, list[str] | None]:
             config = read_config(folder)
         except ValueError as error:
             raise RunError(first_line(error)) from error
-        task, problem = task_of(config), labels_of(config).get("problem_type")
-        if not task_heads(config):
+        objective = label_objective(config)
+        if objective is None:
             continue
+        task, problem = task_of(config), objective["name"]
         if task != "SEQ_CLS" or problem in ("regression", "multi_label_classification"):
             classes = {"TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering"}
             of_task = classes.get(task, "SequenceClassification")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlora.memory.memory_model import SilentRows
@@ -85,11 +85,12 @@ class LabelledSample(Sample):
     """
 
     values: tuple[float, ...] = ()
+    whole: bool = field(default=False, compare=False)  # whether the one label is that of the sequence
 
     @classmethod
     def of_sequence(cls, input_ids: tuple[int, ...], label: int = 0, *values: float) -> LabelledSample:
         """Returns a sequence that has one label, or values."""
-        return cls(input_ids, (*[NOT_TRAINED] * (len(input_ids) - 1), label), values)
+        return cls(input_ids, (*[NOT_TRAINED] * (len(input_ids) - 1), label), values, whole=True)
 
     @property
     def facts(self) -> tuple[float, ...]:
@@ -108,10 +109,10 @@ class LabelledSample(Sample):
         """Returns its first tokens; the label of the whole sequence goes to the new last token."""
         if len(self.input_ids) <= length:
             return self
-        alone = len(self.labels) > length and all(label == NOT_TRAINED for label in self.labels[:-1])
         labels = self.labels[:length]
-        labels = (*labels[:-1], self.labels[-1]) if alone else labels
-        return LabelledSample(self.input_ids[:length], labels, self.values)
+        if self.whole:
+            labels = (*labels[:-1], self.labels[-1])
+        return LabelledSample(self.input_ids[:length], labels, self.values, self.whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,10 @@ from mlora.tasks.result import AdapterResult
 OWN_FILES = re.compile(
     r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"
     r"|\.?sweep\.(csv|png)(\.tmp)?"
-    r"|\.?best(\.tmp)?(/(adapter_config\.json|adapter_model\.safetensors|README\.md))?"
+    r"|\.?best(\.tmp)?(/(adapter_config\.json|adapter_model\.safetensors|labels\.json|README\.md))?"
     r"|queue\.sqlite(-journal)?|states(/\.?[^/]+-\d{8}\.(pt(\.tmp)?|bin(\.new)?))?"
     r"|checkpoints(/\.?step-\d{8}\.pt(\.tmp)?)?"
-    r"|adapters(/[^/]+(/(adapter_config\.json|adapter_model\.safetensors|README\.md))?)?"
+    r"|adapters(/[^/]+(/(adapter_config\.json|adapter_model\.safetensors|labels\.json|README\.md))?)?"
     r"|adapters/[^/]+/((generation_)?config\.json|(model-)?\d+(-of-\d+)?\.safetensors|model\.safetensors\.index\.json)"
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +20,7 @@ from mlora.config.offload_config import not_served
 from mlora.config.quantization_config import quantization_faults
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.config.sections import DatasetConfig
+from mlora.data.dataset import fingerprint
 from mlora.engine.engine import Engine
 from mlora.engine.full_engine import FullEngine
 from mlora.engine.measured_samples import MeasuredSamples
@@ -26,6 +29,7 @@ from mlora.errors import RunError, first_fault, first_line, is_out_of_memory
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
+from mlora.objectives.registry import name_of
 from mlora.offload.base_bytes import BaseBytes
 from mlora.optim.registry import optimizer_kind
 from mlora.planning.task_memory import LIMIT, memory_need
@@ -38,6 +42,7 @@ from mlora.run.task_table import TaskTable
 from mlora.scheduler import token_balanced
 from mlora.tasks.groups import held_batches, most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder
+from mlora_ext.adapters.trained_parts import labels_of
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
@@ -119,7 +124,8 @@ def prepare(
                 for task in table.alive():
                     if fingerprints(task) != checkpoint["data"][task.name]:
                         raise RunError(
-                            f"{task.name}: its data changed since the checkpoint; train anew with --overwrite"
+                            f"{task.name}: its data, labels or loss changed since the checkpoint; put them "
+                            "back, or train anew with --overwrite"
                         )
                 decisions.restore(checkpoint)
             else:
@@ -313,5 +319,10 @@ def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
 
 
 def fingerprints(task: Task) -> list[str]:
-    """Returns the SHA-256 of each of a task's data files."""
-    return [data.fingerprint for data in (task.data, task.eval_data) if data is not None]
+    """Returns the SHA-256 of each of a task's data files, of its labels and of its own loss's file."""
+    found = [data.fingerprint for data in (task.data, task.eval_data) if data is not None]
+    labels = {} if task.lora is None else labels_of(task.lora)
+    if labels:
+        found.append(hashlib.sha256(json.dumps(labels, sort_keys=True).encode()).hexdigest())
+    file, _, _ = name_of(task.config.objective).rpartition(":")
+    return [*found, fingerprint(file)] if file.endswith(".py") else found

@@ -160,3 +160,9 @@ def test_a_fault_names_file_line_and_key(
     assert str(error.value).startswith(f"{tmp_path / 'lines.jsonl'}:1: ")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_label_that_is_cut_off_moves_to_no_other_token() -> None:
+    tagged = LabelledSample((5, 6, 7), (-100, -100, 1))
+    assert tagged.cut(2) == LabelledSample((5, 6), (-100, -100))
+    assert LabelledSample.of_sequence((5, 6, 7), 1).cut(2) == LabelledSample((5, 6), (-100, 1))

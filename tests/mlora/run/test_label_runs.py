@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from limited_runs import Watching, interrupt
 from mlora.config.config_file import resolve_config
+from mlora.errors import RunError
 from mlora.files.run_folder import read_metrics
-from mlora.run.run import train
+from mlora.run.run import resume, train
 from peft import PeftModel
 from tiny_run import write_jsonl
 from transformers import (
@@ -171,6 +173,14 @@ def test_names_of_labels_are_saved_and_kept(tiny_base: Path, tmp_path: Path) -> 
     }
     assert json.loads((tmp_path / "again/adapters/mood/labels.json").read_text()) == stored["mood"]
     assert found["mood"].eval_loss["before"] == pytest.approx(first.adapters["mood"].eval_loss["after"])
+    again["adapters"] = again["adapters"][:1]
+    told = Watching({("mood", 2): interrupt})
+    assert (
+        train(resolve_config(again, folder=tmp_path), reporter=told, overwrite=True).status == "interrupted"
+    )
+    (adapters / "mood" / "labels.json").write_text(json.dumps({"id2label": {"0": "good", "1": "bad"}}))
+    with pytest.raises(RunError, match="mood: its data, labels or loss changed since the checkpoint"):
+        resume(tmp_path / "again")
 
 
 def change(name: str, **keys: Any) -> Callable[[dict[str, Any], Path], None]:

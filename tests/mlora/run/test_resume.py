@@ -286,7 +286,7 @@ def test_a_checkpoint_of_other_contents_is_one_line(
 def test_changed_data_is_refused(whole: dict[str, Any], tmp_path: Path) -> None:
     train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(5))
     write_jsonl(tmp_path / "one.jsonl", random_tokens(11, seed=77))
-    with pytest.raises(RunError, match="first: its data changed since the checkpoint"):
+    with pytest.raises(RunError, match="first: its data, labels or loss changed since the checkpoint"):
         resume(tmp_path / "run")
 
 
