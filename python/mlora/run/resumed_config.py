@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlora.config.config_file import apply_override, resolve_config
-from mlora.config.run_config import RunConfig
+from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder
@@ -52,7 +52,9 @@ def resumed_config(folder: RunFolder, settings: Sequence[str] = ()) -> RunConfig
     changed = resolve_config(data, folder=folder.path, where=str(folder.config), given=given)
     changed = changed.model_copy(update={"output_dir": config.output_dir})
     if key := changed_key(config.model_dump(), changed.model_dump()):
-        free = ", ".join(sorted(FREE - {"output_dir"}))
+        own = sorted(FREE & AdapterConfig.model_fields.keys())
+        top = sorted((FREE & RunConfig.model_fields.keys()) - {"output_dir"})
+        free = ", ".join([*top, *(f"adapters.NAME.{key}" for key in own)])
         raise RunError(
             f"--set: {key} cannot change once a run has begun, only {free}; start a new run, with init_from "
             "to go on from an adapter"

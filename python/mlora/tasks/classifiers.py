@@ -107,9 +107,11 @@ def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path) -> LabelRules:
         names = _names(adapter, path, task, count, known.get("label_names"))
         count = len(names)
     if count is None and given is not None:  # else whoever reads the lines tells what they lack
-        raise RunError(f"num_labels: task_type {task} needs the number of labels")
+        hint = "; 1 for a regression, whose labels are numbers" if task == "SEQ_CLS" else ""
+        raise RunError(f"num_labels: task_type {task} needs the number of labels{hint}")
     if count == 1 and problem == "single_label_classification":
-        raise RunError(f"num_labels: task_type {task} needs at least 2 labels, got 1")
+        where = f" in {path}, {names[0]!r}" if names else ""
+        raise RunError(f"num_labels: task_type {task} needs at least 2 labels, got 1{where}")
     flags = not names and problem == "multi_label_classification" and _has_flags(path, count)
     return LabelRules(task, problem, count or 2, names, flags)
 
