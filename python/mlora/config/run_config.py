@@ -400,14 +400,11 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
             kinds = " or ".join(WITH_MESSAGES)
             yield "assistant_only_loss", f"needs a {key} of format {kinds}, got {formats[name]!r}"
         elif formats[name] not in (serve := FORMATS_OF[takes(adapter.objective)]):
-            objective = name_of(adapter.objective)
-            own = "; `takes: pairs` or `takes: judged` in objective says that it reads preferences"
-            hint = own if ":" in objective and formats[name] in ("preference", "unpaired") else ""
-            formats_served = " or ".join(serve)
-            yield (
-                key,
-                f"objective {objective} needs a {key} of format {formats_served}, got {formats[name]!r}{hint}",
-            )
+            own, found = name_of(adapter.objective), formats[name]
+            hint = ""
+            if ":" in own and found in ("preference", "unpaired"):
+                hint = "; `takes: pairs` or `takes: judged` in objective says that it reads preferences"
+            yield key, f"objective {own} needs a {key} of format {' or '.join(serve)}, got {found!r}{hint}"
     name = name_of(adapter.objective)
     if reads_mismatched(adapter.objective) and adapter.per_device_train_batch_size < 2:
         yield (

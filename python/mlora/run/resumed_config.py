@@ -52,9 +52,9 @@ def resumed_config(folder: RunFolder, settings: Sequence[str] = ()) -> RunConfig
     changed = resolve_config(data, folder=folder.path, where=str(folder.config), given=given)
     changed = changed.model_copy(update={"output_dir": config.output_dir})
     if key := changed_key(config.model_dump(), changed.model_dump()):
-        own = sorted(FREE & AdapterConfig.model_fields.keys())
+        of_adapters = sorted(FREE & AdapterConfig.model_fields.keys())
         top = sorted((FREE & RunConfig.model_fields.keys()) - {"output_dir"})
-        free = ", ".join([*top, *(f"adapters.NAME.{key}" for key in own)])
+        free = ", ".join([*top, *(f"adapters.NAME.{key}" for key in of_adapters)])
         raise RunError(
             f"--set: {key} cannot change once a run has begun, only {free}; start a new run, with init_from "
             "to go on from an adapter"
