@@ -117,7 +117,7 @@ def _norm(model: PreTrainedModel, used: set[str]) -> str:
     norms = [
         (not isinstance(module, _BatchNorm), place, name)
         for place, (name, module) in enumerate(model.named_modules())
-        if type(module).__name__.endswith("Norm") and module._parameters and name in used
+        if "Norm" in type(module).__name__ and module._parameters and name in used
     ]
     return max(norms)[2] if norms else ""
 

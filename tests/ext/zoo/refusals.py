@@ -95,6 +95,15 @@ PARTS = {
             "The last norm acts on positions, which all samples share.",
             _kinds("SEWDForSequenceClassification"),
         ),
+        Refusal(
+            r"is a BatchNorm\dd",
+            "All norms of the class are batch normalisation, whose statistics tie the samples of a batch "
+            "together.",
+            _kinds(
+                """LevitForImageClassificationWithTeacher PatchTSTModel RegNetForImageClassification
+                ResNetForImageClassification"""
+            ),
+        ),
     ),
 }
 """Parts that PEFT trains."""
