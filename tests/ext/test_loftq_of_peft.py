@@ -10,7 +10,6 @@ import pytest
 import torch
 from models import VOCABULARY, token_ids
 from peft import LoftQConfig, LoraConfig, get_peft_model, replace_lora_weights_loftq
-from peft.tuners.lora import Linear4bit
 from peft.utils import loftq_utils
 from tolerances import STEADY_EPSILON, assert_same_up_to_rounding
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from transformers import (
 pytest.importorskip("bitsandbytes", reason="`make peers` makes an environment with bitsandbytes and torchao")
 
 import torchao.quantization as ao
+from peft.tuners.lora import Linear4bit
 
 import mlora_ext as mx
 from mlora_ext.nn.start.statistics import signs_of

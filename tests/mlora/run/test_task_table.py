@@ -74,7 +74,7 @@ class FakeMemory:
         self.adapters, self.fresh = self, True
         self._takes: dict[str, int] = {}
 
-    def know(self, name: str, lora: Any, optim: Any, longest: int, *, silent: bool = False) -> None:
+    def know(self, name: str, lora: Any, optim: Any, longest: int, **options: bool) -> None:
         self._takes[name] = optim
 
     def knows(self, name: str) -> bool:
