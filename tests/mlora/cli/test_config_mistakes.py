@@ -193,7 +193,11 @@ def test_a_misspelt_value_leads_to_the_nearest(faults: Faults, value: str, neare
 def test_initialisations_are_known_in_any_case(tmp_path: Path, value: str) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "run.yaml").write_text(RUN)
-    load_config(tmp_path / "run.yaml", [f"adapters.a.lora.init_lora_weights={value}"])
+    config = load_config(tmp_path / "run.yaml", [f"adapters.a.lora.init_lora_weights={value}"])
+    (adapter,) = config.adapters
+    assert adapter.lora is not None
+    given = adapter.lora["init_lora_weights"]
+    assert str(given).lower() == value.lower()
 
 
 @pytest.mark.parametrize(
