@@ -194,7 +194,7 @@ def test_initialisations_are_known_in_any_case(tmp_path: Path, value: str) -> No
     (tmp_path / "model").mkdir()
     (tmp_path / "run.yaml").write_text(RUN)
     config = load_config(tmp_path / "run.yaml", [f"adapters.a.lora.init_lora_weights={value}"])
-    (adapter,) = config.adapters
+    adapter = config.adapters[0]
     assert adapter.lora is not None
     given = adapter.lora["init_lora_weights"]
     assert str(given).lower() == value.lower()
