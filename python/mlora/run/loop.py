@@ -28,7 +28,7 @@ from mlora.run.evaluation import evaluate_losses, exact_matches
 from mlora.run.forecasts import forecast_lines
 from mlora.run.prepare import Prepared, fingerprints
 from mlora.run.stages import less_memory
-from mlora.run.task_states import compare, read_best, write_best
+from mlora.run.task_states import compare, never_best, read_best, write_best
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
@@ -331,6 +331,9 @@ class TrainingLoop:
     def _is_best(self, task: Task, entry: Mapping[str, Any]) -> bool:
         """Counts an evaluation and returns whether it is the best so far; if so, keeps the weights."""
         before = task.progress.best_step
+        doubt = never_best(task)
+        if doubt is not None:
+            self._reporter.warn(doubt)
         if not compare(task, entry):
             return False
         if task.kept_step is not None:

@@ -144,8 +144,13 @@ def test_a_metric_that_is_not_a_number_is_left_out(tiny_base: Path, tmp_path: Pa
     )
     data = run_data(tiny_base, tmp_path)
     data["adapters"] = [data["adapters"][0] | {"objective": "odd:loss", "metric_for_best_model": "endless"}]
-    first = mlora.train(resolve_config(data, folder=tmp_path)).adapters["first"]
+    told = Watching()
+    first = mlora.train(resolve_config(data, folder=tmp_path), reporter=told).adapters["first"]
     assert (first.state, first.best) == ("finished", None)
+    assert [line for line in told.lines if "metric_for_best_model" in line] == [
+        "first: metric_for_best_model: eval_endless is inf at step 3; an evaluation without a finite value "
+        "is never the best"
+    ]
     assert first.eval_metrics["odd"] == {"before": None, "after": None}
     records = lines(tmp_path / "run")
     assert [record["step"] for record in records] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
