@@ -20,6 +20,7 @@ from .adapter_layer import AdapterLayer, LayerPlace
 from .adapter_weights import adapter_layers
 from .conflicts import refuse_conflicts
 from .fused_projections import FusedProjections
+from .idle_targets import warn_of_idle_targets
 from .layer_kinds import layer_kind
 from .linear import MultiLoRALinear
 from .over_module import RowSource, plain_module
@@ -45,6 +46,8 @@ def add_adapter(
 ) -> None:
     """Adds an adapter to a converted model; the others do not move.
 
+    Warns of an entry of `target_modules` that matches nothing beside others that do.
+
     Args:
         model: converted by `convert_model`.
         name: of the new adapter.
@@ -57,6 +60,14 @@ def add_adapter(
             layer has hooks, a replaced `forward`, or weights that require a gradient or are quantized in an
             unknown format.
     """
+    put_on(model, name, config, seed=seed, autocast_adapter_dtype=autocast_adapter_dtype)
+    warn_of_idle_targets(model, {name: config})
+
+
+def put_on(
+    model: nn.Module, name: str, config: LoraConfig, *, seed: int = 0, autocast_adapter_dtype: bool = True
+) -> None:
+    """Does what `add_adapter` does, without its warning."""
     if not isinstance(name, str):
         raise ValueError(f"name: expected a name before the config, got {type(name).__name__}")
     router = router_of(model)

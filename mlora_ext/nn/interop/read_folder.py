@@ -17,7 +17,7 @@ from ...adapters.kind import LayerSpec, one_by_one
 from ...adapters.registry import parameters_by_key
 from ...adapters.trained_parts import TRAINED_COPY, task_heads
 from ..adapter_weights import adapter_layers, check_weights, peft_keys, write_weights
-from ..add_remove import add_adapter, plan_adapter
+from ..add_remove import plan_adapter, put_on
 from ..routing.router import router_of
 from .body_names import body_names, renamed_keys
 from .existing_config import refuse_changed_base, without_start
@@ -42,7 +42,7 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
     path = Path(folder)
     if name not in router_of(model).adapters:
         config, weights = read_adapter(model, name, path)
-        add_adapter(model, name, config, seed=seed)
+        put_on(model, name, config, seed=seed)
     else:
         plan = plan_adapter(model, name, read_config(path))
         weights, others = _read_weights(model, plan, path)

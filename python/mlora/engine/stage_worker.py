@@ -65,6 +65,7 @@ class StageWorker(Hooks, nn.Module):
         self._objectives: dict[str, Objective] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._in_flight: dict[str, int] = {}
+        self._failed: dict[str, str] = {}  # why the optimizer failed, until the first stage is told
         self._statistics: dict[str, Statistics] = {}
         self._latest: Sequence[str] = ()
         self._peaks = PeakMemory(device)
@@ -104,13 +105,14 @@ class StageWorker(Hooks, nn.Module):
             self._current.mark()
 
     def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the squares of the complete gradients, and memory; see `Hooks.after_backward`."""
+        """Returns squares of complete gradients, failed optimizers and memory; see `Hooks.after_backward`."""
         names, memory = common["rows"]["names"], self._measured.pop(common.get("measure", -1), None)
         for name in names:
             self._in_flight[name] -= 1
         squares = {name: self._optimizers[name].squares() for name in common["ends"]}
         memory_now = {"peak_memory": self._peaks.read(), "used_memory": used_memory(self.device)}
-        note = {"squares": squares, **memory_now}
+        failed = {name: self._failed.pop(name) for name in common["updates"] if name in self._failed}
+        note = {"squares": squares, "failed": failed, **memory_now}
         if memory is not None:  # only the last stage has a loss between forward and backward
             forward, *loss, backward = memory.peaks
             note["memory"] = (forward, *(loss or [0]), backward)
@@ -183,18 +185,21 @@ class StageWorker(Hooks, nn.Module):
         """Returns when an optimizer on disk works."""
         return "active"
 
-    def own(self, name: str, optim: OptimConfig) -> None:
-        """Takes charge of an adapter that is on the model, and gives it gradients that last."""
+    def own(self, name: str, optim: OptimConfig, *, trained: bool = True) -> None:
+        """Takes charge of an adapter on the model, and gives it gradients that last if it is `trained`."""
         own, model = self._own_parameters(name), self.base.model
+        if not trained:
+            for parameter in own.values():
+                parameter.requires_grad_(False)
         found = zip(own.items(), scalings(model, name), written_marks(model, name), strict=True)
-        trained = [one for one in found if one[0][1].requires_grad]
+        stepped = [one for one in found if one[0][1].requires_grad]
         names = neutral_names(model, name)
-        parameters = {names[key]: parameter for (key, parameter), *_ in trained}
+        parameters = {names[key]: parameter for (key, parameter), *_ in stepped}
         optimizer = self._optimizers[name] = optimizer_kind(optim.optim)(parameters, optim)
-        optimizer.keys = [key for (key, _), *_ in trained]
+        optimizer.keys = [key for (key, _), *_ in stepped]
         optimizer.spare_layer_norms(layer_norms_among(parameters.values(), model))
-        optimizer.scalings = [scaling for _, scaling, _ in trained]
-        optimizer.hold_gradients(name, [mark for *_, mark in trained])
+        optimizer.scalings = [scaling for _, scaling, _ in stepped]
+        optimizer.hold_gradients(name, [mark for *_, mark in stepped])
         router_of(self.base.model).moved()
 
     def _create(
@@ -203,11 +208,12 @@ class StageWorker(Hooks, nn.Module):
         lora: dict[str, Any],
         optim: dict[str, Any],
         seed: int,
+        trained: bool,
         weights: Mapping[str, Mapping[str, Tensor]] | None,
     ) -> None:
         """Creates here an adapter that the first stage has created."""
         put_adapter(self.base.model, name, lora_of(lora), None, seed)
-        self.own(name, OptimConfig(**optim))
+        self.own(name, OptimConfig(**optim), trained=trained)
         if weights is not None:
             write_weights(self.base.model, name, weights)
 
@@ -240,15 +246,23 @@ class StageWorker(Hooks, nn.Module):
         mlora_ext.remove_adapter(self.base.model, name)
         del self._optimizers[name]
         self._in_flight.pop(name, None)
+        self._failed.pop(name, None)
 
-    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
-        """Makes each adapter's update; OptimizerError says whose failed and why."""
+    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Makes each adapter's update; returns why an optimizer failed, by adapter.
+
+        An error of a later stage would end all adapters.
+        """
+        failed: dict[str, str] = {}
         for name, update in updates.items():
             try:
                 with FailuresOf(name, self._optimizers[name]):
                     self._optimizers[name].apply(Update(**update))
+            except OptimizerError as error:
+                failed[name] = str(error)
             finally:
                 self._changed(name)
+        return failed
 
     def _state(self, name: str) -> dict[str, Any]:
         """Returns copies of an adapter's weights, gradients and moments on this stage, by their names."""
@@ -325,7 +339,7 @@ class StageWorker(Hooks, nn.Module):
             if there are any.
         """
         names = rows["names"]
-        self._update(updates)
+        self._failed |= self._update(updates)
         if measure is not None:
             self._measured[measure].restart([each for each in (received, silent) if each is not None])
         if torch.is_grad_enabled():

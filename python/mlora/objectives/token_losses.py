@@ -152,7 +152,7 @@ def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, ow
         return TokenLosses(total, sums_by_owner(losses, owners.counts))
     log_p = log_probabilities(hidden, [head], rows, targets, [len(rows)])
     with torch.set_grad_enabled(needs_grad):
-        weights, sums, metrics, faults = _by_objective(log_p, owners)
+        weights, sums, metrics, faults = by_objective(log_p, owners)
     total = log_p.new_zeros(())
     if needs_grad:
         _, total = _ChunkedLosses.apply(hidden, head, rows, targets, weights.neg(), True)
@@ -277,14 +277,15 @@ def plain_losses(logits: Tensor, targets: Tensor, owners: Owners) -> TokenLosses
 
 def _weighed(log_p: Tensor, owners: Owners) -> TokenLosses:
     """Returns the losses of log-probabilities `[M]` that autograd has made."""
-    weights, sums, metrics, faults = _by_objective(log_p, owners)
+    weights, sums, metrics, faults = by_objective(log_p, owners)
     return TokenLosses((log_p * weights).sum(), sums, metrics, faults)
 
 
-def _by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[MetricSums], list[str]]:
+def by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[MetricSums], list[str]]:
     """Returns the scaled gradient in log-probabilities `[M]`, and each owner's loss, metrics and fault.
 
-    An objective of one's own may raise anything. That spoils its owner's loss only.
+    `log_p` `[M]` is of all owners, which have objectives. An objective of one's own may raise anything. That
+    spoils its owner's loss only.
     """
     assert owners.objectives is not None
     gradients, sums, metrics, faults = [], [], [], []

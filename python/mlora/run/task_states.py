@@ -113,6 +113,20 @@ def compare(task: Task, entry: Mapping[str, Any]) -> bool:
     return True
 
 
+def never_best(task: Task) -> str | None:
+    """Returns a warning on the first evaluation after step 0 that cannot be the best; None: it is another."""
+    rule, found = task.config.best_rule, task.progress.evaluations
+    if rule is None:
+        return None
+    steps = [one["step"] for one in found if one["step"] and not math.isfinite(one.get(rule.metric, 0.0))]
+    if steps != [found[-1]["step"]]:
+        return None
+    return (
+        f"{task.name}: metric_for_best_model: {rule.metric} is {found[-1][rule.metric]} at step {steps[0]}; "
+        "an evaluation without a finite value is never the best"
+    )
+
+
 def write_best(engine: Engine, task: Task, folder: Path) -> None:
     """Keeps the present weights of a task, whose last evaluation is its best."""
     stamp = {"task": task.name, "step": task.kept_step}

@@ -169,7 +169,7 @@ class TaskTable:
     def unfits(self, task: Task, message: str) -> None:
         """Refuses a task for which there is no room; it must not be on the engine."""
         self.unfit[task.name] = message.removeprefix(f"adapter {task.name!r}: ")
-        self._refuse(task.name, self.unfit[task.name])
+        self.refuse(task.name, self.unfit[task.name])
 
     def take(self, request: Request, unfit: Mapping[str, str] | None) -> None:
         """Carries out a user's request, as far as still possible; `unfit` is for `look_at`."""
@@ -204,7 +204,7 @@ class TaskTable:
             try:
                 task = self._builder.build(*submitted(name, content))
             except RunError as error:
-                self._refuse(name, str(error))
+                self.refuse(name, str(error))
         if self.sweep and "trial" in content:
             self.reporter.note(f"{name}: {self.sweep.begun(content['trial'], task)}")
         if task is None:
@@ -216,7 +216,8 @@ class TaskTable:
         if task in self.tasks:
             self.reporter.joined(task, self.tasks)
 
-    def _refuse(self, name: str, message: str) -> None:
+    def refuse(self, name: str, message: str) -> None:
+        """Takes a task off the table that is not on the engine, and reports why."""
         self.tasks = [task for task in self.tasks if task.name != name]
         self.refused[name] = message
         if self.sweep:
@@ -268,7 +269,7 @@ class TaskTable:
             bring_back(self.engine, task, self.admission.slots[task.name], self.folder.states)
         except ValueError as error:
             if begins:
-                self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+                self.refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
             else:
                 self._end(task, "stopped", str(error).removeprefix(f"{task.name}: "))
             return False

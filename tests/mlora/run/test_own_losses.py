@@ -115,7 +115,8 @@ def test_one_that_fails_stops_its_own_adapter(
         result = mlora.train(config)
     assert result.status == "failed"
     stopped, second = result.adapters["first"], result.adapters["second"]
-    said = "objective: loss failed: NameError: name 'torhc' is not defined"
+    where = f"{tmp_path / own}.py:10"
+    said = f"objective: loss failed: NameError: name 'torhc' is not defined, in {where}"
     assert (stopped.state, stopped.message, stopped.step) == ("stopped", said, 1)
     assert second.state == "finished"
     together = [
@@ -144,8 +145,13 @@ def test_a_metric_that_is_not_a_number_is_left_out(tiny_base: Path, tmp_path: Pa
     )
     data = run_data(tiny_base, tmp_path)
     data["adapters"] = [data["adapters"][0] | {"objective": "odd:loss", "metric_for_best_model": "endless"}]
-    first = mlora.train(resolve_config(data, folder=tmp_path)).adapters["first"]
+    told = Watching()
+    first = mlora.train(resolve_config(data, folder=tmp_path), reporter=told).adapters["first"]
     assert (first.state, first.best) == ("finished", None)
+    assert [line for line in told.lines if "metric_for_best_model" in line] == [
+        "first: metric_for_best_model: eval_endless is inf at step 3; an evaluation without a finite value "
+        "is never the best"
+    ]
     assert first.eval_metrics["odd"] == {"before": None, "after": None}
     records = lines(tmp_path / "run")
     assert [record["step"] for record in records] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
@@ -160,26 +166,26 @@ def test_an_engine_raises_and_the_others_keep_their_gradients(tiny_base: Path) -
             raise KeyError("beta")
         return -rows.sums()
 
-    def engine(both: bool) -> Engine:
+    def engine() -> Engine:
         made = Engine(str(tiny_base))
-        for place, name in enumerate(("good", "own") if both else ("good",)):
+        for place, name in enumerate(("good", "own")):
             more = {"objective": CustomLoss(loss)} if name == "own" else {}
             lora = LoraConfig(r=2, target_modules=["q_proj"])
             made.create_adapter(name, lora, OptimConfig(lr_scheduler_type="constant"), seed=place, **more)
         return made
 
     sample = Sample((5, 6, 7, 8), (5, 6, 7, 8))
-    with engine(True) as together, engine(False) as alone:
+    both = {"good": [sample], "own": [sample]}
+    with engine() as failing, engine() as sound:
         fails[0] = True
-        for verb in (together.forward_backward, together.evaluate):
+        for verb in (failing.forward_backward, failing.evaluate):
             with pytest.raises(LossError, match=r"adapter 'own': objective: loss failed: KeyError: 'beta'"):
-                verb({"good": [sample], "own": [sample]})
-        alone.forward_backward({"good": [sample]})
-        assert together.optim_step("good").grad_norm == alone.optim_step("good").grad_norm > 0
+                verb(both)
         fails[0] = False
-        found = together.forward_backward({"good": [sample], "own": [sample]})
-        assert found["own"].finite
-        assert together.optim_step("own").grad_norm > 0
+        sound.forward_backward(both)
+        assert failing.optim_step("good").grad_norm == sound.optim_step("good").grad_norm > 0
+        assert failing.forward_backward(both)["own"].finite
+        assert failing.optim_step("own").grad_norm > 0
 
 
 def test_a_loss_that_its_backward_refuses_names_it(tiny_base: Path, tmp_path: Path) -> None:
