@@ -22,6 +22,7 @@ from mlora.data.packing import BASE
 from mlora.engine.put_adapter import put_adapter
 from mlora.engine.stage_group import Source, StageOptions, count_blocks, spans_of
 from mlora.engine.stage_worker import StageWorker
+from mlora.engine.tied_rows import rows_to_pass
 from mlora.memory.memory_model import SilentRows
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
@@ -227,7 +228,7 @@ class DryStage:
                 base.cut = self._cut(model, count)
                 try:
                     passes = [
-                        _pass(stage, self._message(shape, labels), self._hidden(_live(shape)))
+                        _pass(stage, self._message(shape, labels, base), self._hidden(_live(shape)))
                         for shape in shapes
                     ]
                 except RuntimeError as error:
@@ -262,7 +263,10 @@ class DryStage:
         return torch.zeros(1, total, dtype=torch.int64, device=self._options.device)
 
     def _message(
-        self, shape: Mapping[str, Sequence[int]], labels: Mapping[str, dict[str, Any] | None]
+        self,
+        shape: Mapping[str, Sequence[int]],
+        labels: Mapping[str, dict[str, Any] | None],
+        base: BaseModel,
     ) -> Message:
         """Returns a micro-batch that trains all rows but each sequence's last, or those of its `labels`.
 
@@ -303,6 +307,8 @@ class DryStage:
                     "reads": [list(range(len(silent)))] * len(live),
                 },
             }
+        for row in rows_to_pass(base, live).values():
+            hidden.append(torch.empty(row.shape, dtype=row.dtype, device=self._options.device))
         content = {"number": 0, "train": True, "position": ALONE, "common": common, "targets": targets}
         if self._span is not None and not self._span.is_first:
             return Message(MessageType.FORWARD, {**content, "activations": hidden})
@@ -383,8 +389,9 @@ def _pass(stage: Stage, message: Message, gradient: Tensor) -> tuple[int, ...]:
     if stage.is_last:
         done = stage.unit(message)
     else:
-        stage.forward(message)
-        gradients = [gradient, None] if "silent_rows" in message.content["common"] else [gradient]
+        sent = stage.forward(message).content["activations"]
+        silent = [None] if "silent_rows" in message.content["common"] else []
+        gradients = [gradient, *silent, *map(torch.empty_like, sent[1 + len(silent) :])]
         back = {"number": 0, "position": ALONE, "gradients": gradients, "notes": [], "report": None}
         done = stage.backward(Message(MessageType.BACKWARD, back))
     found: tuple[int, ...] = done.content["notes"][0]["memory"]

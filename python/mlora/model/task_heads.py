@@ -109,8 +109,8 @@ def head_place(config: Any, lora: LoraConfig) -> HeadPlace:
 def check_heads(model: nn.Module, name: str) -> None:
     """Removes an adapter that was added, and raises ValueError, if its head cannot be trained here.
 
-    Stages cannot share trained rows. Low-rank parts on the output head need whole logits, and classifiers
-    need the head's input.
+    Of the layers that are tied to the embedding, only the output head gets trained rows from another stage.
+    Low-rank parts on the output head need whole logits, and classifiers need the head's input.
     """
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     low_rank = list(head.specs) if isinstance(head, MultiLoRALinear) else []
@@ -122,7 +122,7 @@ def check_heads(model: nn.Module, name: str) -> None:
         )
     for key, layer in adapter_layers(model, name).items():
         tied = layer.specs[name].tied_to
-        if not tied:
+        if not tied or layer is head:
             continue
         source: Any = model.get_submodule(tied)
         if (source.frozen.device.type == "meta") is not (layer.frozen.device.type == "meta"):
