@@ -156,8 +156,8 @@ class RowSource:
         index = torch.tensor(self.specs[adapter].tokens, device=part.device)
         return part.index_copy(0, index, self.trained_rows(adapter).to(part.dtype))
 
-    def tie(self, source: nn.Module) -> None:
-        """Takes the trained rows of tied adapters from another layer."""
+    def tie(self, name: str, source: nn.Module) -> None:
+        """Takes the trained rows of an adapter from another layer, the same one for all that are tied."""
         self.__dict__["source"] = source  # no submodule: its Parameters are not this layer's
 
     def trained_rows(self, name: str) -> Tensor:

@@ -29,7 +29,7 @@ from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.model.quantization import prepare_skeleton, quantizer_of
 from mlora.model.quantized_shapes import ShapedWeight, put_shapes, shapes_of_model, shapes_of_skeleton
-from mlora.model.task_heads import label_objective, prepare_head
+from mlora.model.task_heads import label_objective, prepare_head, stages_apart
 from mlora.objectives.custom import CustomLoss
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
@@ -44,7 +44,7 @@ from mlora.pipeline.stage import Stage
 from mlora_ext.adapters.kind import LayerSpec, ParameterSpec, TensorSpec, one_by_one
 from mlora_ext.adapters.lora import Lora
 from mlora_ext.adapters.registry import adapter_kind
-from mlora_ext.adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS, TRAINED_PARTS
+from mlora_ext.adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS, TRAINED_COPY, TRAINED_PARTS
 from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
 from mlora_ext.nn.layer_kinds import layer_kind
@@ -191,7 +191,13 @@ class DryStage:
             found = target_layers(self._model, _NAME, copy.deepcopy(lora))
         except ValueError as error:
             raise ValueError(str(error).removeprefix(f"adapter {_NAME!r}: ")) from error
-        return {name: spec for name, spec in found.items() if cut is None or _holds(cut, name, spec)}
+        if cut is None:
+            return found
+        for name, spec in found.items():
+            tied = spec.kind == TRAINED_COPY and spec.tied_to
+            if tied and cut.holds(f"{name}.weight") is not cut.holds(f"{tied}.weight"):
+                raise ValueError(stages_apart(name, spec))
+        return {name: spec for name, spec in found.items() if _holds(cut, name, spec)}
 
     def _kinds(self, model: PreTrainedModel) -> list[Hashable]:
         """Returns a key for each block of the stage; blocks with equal keys take equal memory."""

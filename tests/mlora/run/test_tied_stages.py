@@ -45,7 +45,9 @@ def test_two_stages_are_one_and_resume_bit_for_bit(base: Path, tmp_path: Path) -
     data = data_of(base, tmp_path / "alone", 1)
     mlora.train(resolve_config(data, folder=tmp_path / "alone"))
     whole = train_and_resume(data_of(base, tmp_path, 2), tmp_path)
-    assert "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta" in tensors(whole)["first"]
+    assert (
+        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta" in tensors(whole)["first"]
+    )
     assert_alike(whole, tmp_path / "alone" / "run")
 
 

@@ -56,6 +56,7 @@ LORAS = {
     "answer": lora(task_type="QUESTION_ANS", target_modules="all-linear"),
     "plain": lora(),
     "low-rank head": lora(target_modules=["q_proj", "lm_head"]),
+    "tied head": lora(modules_to_save=["lm_head"], ensure_weight_tying=True),
 }
 Steps = Sequence[Sequence[Sample]]
 
@@ -155,7 +156,7 @@ def peft_loss(model: nn.Module, config: LoraConfig, batch: Sequence[Sample]) -> 
 
 
 NIGHT = pytest.mark.nightly
-EVERY = [name for name in LORAS if name != "low-rank head"]  # it cannot be beside the others
+EVERY = [name for name in LORAS if name not in ("low-rank head", "tied head")]  # not beside the others
 NAMES = [name for name in EVERY if name != "rows"]
 
 
@@ -164,6 +165,7 @@ NAMES = [name for name in EVERY if name != "rows"]
     [
         (["head", "embed", "seq", "rows"], 4, 1, False),
         (["norm", "rows", "tok"], 4, 1, True),
+        (["head", "tied head", "seq", "plain"], 4, 1, True),
         (["head", "rows", "seq", "plain"], 4, 2, False),
         (["rows", "plain", "tok"], 4, 2, True),
         (["head", "embed", "plain"], 4, 2, True),
@@ -366,6 +368,30 @@ def test_refused_in_one_line(tiny_base: Path, tmp_path: Path, changed: Any, mess
     assert message in line
     assert "\n" not in line
     assert sorted(one.state for one in result.adapters.values()) == ["finished", "finished", "refused"]
+
+
+def test_tied_copies_need_one_stage_and_count_once() -> None:
+    base = tied(make("llama"))
+    engine = Engine(copy.deepcopy(base), stages=2)
+    with pytest.raises(ValueError, match=r"ensure_weight_tying: lm_head is tied to model\.embed_tokens, and"):
+        engine.create_adapter("tied head", copy.deepcopy(LORAS["tied head"]), optim(1))
+    engine.create_adapter("plain", copy.deepcopy(LORAS["plain"]), optim(1))
+    engine.close()
+    options = StageOptions(torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match=r"^ensure_weight_tying: lm_head is tied to"):
+        DryStage(base, options, spans_of(2, base.config.num_hidden_layers)[0]).states(
+            LORAS["tied head"], optim(1)
+        )
+    whole = DryStage(base, options)
+    own, plain = (whole.states(LORAS[name], optim(1)).gradients for name in ("tied head", "plain"))
+    assert own - plain == base.lm_head.weight.nbytes
+    engine = Engine(base)
+    engine.create_adapter("tied head", copy.deepcopy(LORAS["tied head"]), optim(1))
+    batch = drawn("tied head", 1)[0]
+    future = engine.start({"tied head": batch}, measure=True)
+    engine.finish(future)
+    (dry,) = whole.activations({"tied head": LORAS["tied head"]}, [{"tied head": [s.rows for s in batch]}])
+    assert dry == pytest.approx(future.measured[0].phases[0], rel=0.1)
 
 
 @pytest.mark.parametrize("names", [("seq", "low-rank head"), ("low-rank head", "seq")])
