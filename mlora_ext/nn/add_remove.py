@@ -27,6 +27,7 @@ from .over_module import RowSource, plain_module
 from .routing.route import LayerGroup
 from .routing.router import AdapterInfo, router_of
 from .targets import linear_layers, target_layers
+from .trained_copies import TrainedCopies
 from .unconverted_state import MOVED, check_layer, check_module
 
 if TYPE_CHECKING:
@@ -240,8 +241,8 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
         assert isinstance(layer, AdapterLayer)
         layer.put(name, config, spec, named_seed(seed, name, key))
         if spec.tied_to:
-            assert isinstance(layer, RowSource)
-            layer.tie(model.get_submodule(spec.tied_to))
+            assert isinstance(layer, RowSource | TrainedCopies)
+            layer.tie(name, model.get_submodule(spec.tied_to))
         info.awaits_start |= layer.frozen.device.type != "meta" and awaits
     router_of(model).adapters[name] = info
 

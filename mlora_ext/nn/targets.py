@@ -20,6 +20,7 @@ from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
 from .over_module import OverModule
 from .parameters.targets import check_parameters, in_order, is_weight, target_parameters
+from .tied_weights import refuse_tied_targets
 from .trained_targets import trained_layers
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
         raise ValueError(f"adapter {name!r}: target_parameters={wanted!r} match no parameter of this model")
     if not layers:
         raise ValueError(f"adapter {name!r}: {_no_match(model, config)}")
+    refuse_tied_targets(model, name, resolved, modules, layers)
     trained = trained_layers(model, name, resolved, modules)
     for key in trained:
         if key in layers:

@@ -143,6 +143,8 @@ def _read_weights(
         for layer, spec in plan.items()
         for part, own in peft_keys(model.get_submodule(layer), spec).items()
     }
+    tied = {f"{layer}.weight": spec.tied_to for layer, spec in plan.items() if spec.kind == TRAINED_COPY}
+    places |= {own: (source, "weight") for own, source in tied.items() if source}
     copied = tuple(f"{layer}.{own}" for layer, spec in plan.items() for own in _repeated(spec))
     layers: dict[str, dict[str, Tensor]] = {}
     others = {}
@@ -153,7 +155,11 @@ def _read_weights(
         if part:
             if not tensor.float().isfinite().all():
                 raise ValueError(f"folder: {path}: the tensor {key} contains NaN or infinity")
-            layers.setdefault(layer, {})[part] = tensor
+            if not torch.equal(layers.setdefault(layer, {}).setdefault(part, tensor), tensor):
+                raise ValueError(
+                    f"folder: {path}: {key} differs from the weight of {layer}, and ensure_weight_tying says "
+                    "that they are one"
+                )
         elif not own.startswith(copied):
             others[key] = tensor
     for layer, parts in layers.items():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import mlora_ext
 from mlora.data.packing import BASE, PackedRows
 from mlora.engine.put_adapter import lora_of, put_adapter
+from mlora.engine.tied_rows import give_head, pass_rows, rows_to_pass
 from mlora.errors import first_line, is_out_of_memory
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
@@ -84,7 +85,8 @@ class StageWorker(Hooks, nn.Module):
         if self.base.model.training is not train:
             self.base.model.train(train)
         number = common.get("measure") if train else None
-        with self.base.packed():
+        with self.base.packed(), ExitStack() as stack:
+            stack.callback(give_head, self.base, {})
             if number is None:
                 yield
                 return
@@ -302,9 +304,7 @@ class StageWorker(Hooks, nn.Module):
 
     def forward(
         self,
-        received: Tensor | None = None,
-        silent: Tensor | None = None,
-        *,
+        *received: Tensor,
         input_ids: Tensor | None = None,
         silent_ids: Tensor | None = None,
         rows: Mapping[str, Sequence[Any]],
@@ -314,15 +314,16 @@ class StageWorker(Hooks, nn.Module):
         ends: Sequence[str],
         measure: int | None = None,
         start: Mapping[str, Any] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Makes the updates decided since the last forward, and runs a micro-batch.
 
         Rows without gradient, such as references, are run first: without autograd and without dropout. So
         nothing of them is kept, and backward never meets them.
 
         Args:
-            received: `[T, D]` of the previous stage; None on the first.
-            silent: `[S, D]` of the previous stage, of the rows without gradient; None if there are none.
+            received: what the previous stage returned: `[T, D]`; `[S, D]` of the rows without gradient, if
+                there are any; and rows of tied embeddings, see `mlora.engine.tied_rows`. Nothing on the first
+                stage.
             input_ids: `[1, T]` on the first stage.
             silent_ids: `[1, S]` on the first stage.
             rows: arguments of `PackedRows.of`.
@@ -335,21 +336,24 @@ class StageWorker(Hooks, nn.Module):
                 the weight of their gradients (`share`).
 
         Returns:
-            `[T, D]`, or the logits `[T, V]` if an adapter targets the head; and the same of the silent rows,
-            if there are any.
+            `[T, D]`, or the logits `[T, V]` if an adapter targets the head; the same of the silent rows, if
+            there are any; and on earlier stages rows of tied embeddings.
         """
         names = rows["names"]
         self._failed |= self._update(updates)
         if measure is not None:
-            self._measured[measure].restart([each for each in (received, silent) if each is not None])
+            self._measured[measure].restart(received)
         if torch.is_grad_enabled():
             self._latest = names
             for name in names:
                 self._in_flight[name] = self._in_flight.get(name, 0) + 1
-        if silent_rows is None:
-            return self._run(input_ids, received, rows, steps, start)
-        quiet = self._run_silent(silent_ids, silent, silent_rows)
-        return self._run(input_ids, received, rows, steps, start), quiet
+        every = [*names, *(silent_rows["names"] if silent_rows is not None else ())]
+        states = 1 if silent_rows is None else 2
+        passed = pass_rows(self.base, rows_to_pass(self.base, every), received[states:])
+        hidden, silent = (*received[:states], None, None)[:2]
+        quiet = [] if silent_rows is None else [self._run_silent(silent_ids, silent, silent_rows)]
+        output = self._run(input_ids, hidden, rows, steps, start)
+        return (output, *quiet, *passed) if quiet or passed else output
 
     def _run(
         self,
