@@ -36,7 +36,7 @@ from mlora.model.pretrained import skeleton
 from mlora.model.task_heads import label_objective
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import START, ObjectiveError, owner_of
-from mlora.objectives.registry import CROSS_ENTROPY, objective_of, resolved
+from mlora.objectives.registry import CROSS_ENTROPY, objective_of, pinned
 from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import IN_MEMORY, OffloadOptions
@@ -472,7 +472,7 @@ class Engine(Batcher):
         """Returns an objective, and what the last stage makes it of; raises ObjectiveError if it is wrong."""
         made = objective_of(objective)
         if isinstance(objective, str | Mapping):
-            return made, resolved(objective)
+            return made, pinned(objective)
         if self._last is None:
             raise ObjectiveError(
                 "stages in other processes can make an objective from its name only; register it there, or "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -32,7 +34,7 @@ def function_of(name: str, folder: Path | str | None = None) -> Any:
     with _FailuresOfImport(name, folder):
         if not module.endswith(".py"):
             return resolve_name(name)
-        found: Any = _module_of(module)
+        found: Any = _read(module).module
         for part in function.split("."):
             if not hasattr(found, part):
                 raise AttributeError(f"it has no {function!r}")
@@ -40,21 +42,57 @@ def function_of(name: str, folder: Path | str | None = None) -> Any:
         return found
 
 
+def sources_of(name: str) -> Mapping[str, str]:
+    """Returns the SHA-256 of each file whose code a function has, by path; empty for ``module:function``.
+
+    They are those of the code that this process runs. The files may have changed since.
+    """
+    module, _, _ = name.rpartition(":")
+    if not module.endswith(".py"):
+        return {}
+    with _FailuresOfImport(name, None):
+        return _read(module).sources
+
+
+def changed_source(name: str) -> str | None:
+    """Returns the path of the first file of `sources_of` that holds other code now, or is gone; or None."""
+    return next((path for path, digest in sources_of(name).items() if _digest_now(path) != digest), None)
+
+
+def _digest_now(path: str) -> str | None:
+    try:
+        return _digest(Path(path).read_bytes())
+    except OSError:
+        return None
+
+
+def _digest(source: bytes) -> str:
+    return hashlib.sha256(source).hexdigest()
+
+
+@dataclass(frozen=True)
+class _LossFile:
+    """A file that was read; `sources` as `sources_of`."""
+
+    module: ModuleType
+    sources: Mapping[str, str]
+
+
 @cache
-def _module_of(path: str) -> ModuleType:
+def _read(path: str) -> _LossFile:
     """Reads a file, once in a process, as an import does; it may import files beside it."""
-    name = f"mlora_{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    name = f"mlora_{Path(path).stem}_{_digest(path.encode())[:8]}"
     spec = spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
+    source = Path(path).read_bytes()  # what is hashed is what runs
     sys.modules[name] = module = module_from_spec(spec)
     folder = str(Path(path).parent)
     sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     finally:
         sys.path.remove(folder)
-    return module
+    return _LossFile(module, {path: _digest(source)})
 
 
 class _FailuresOfImport:
