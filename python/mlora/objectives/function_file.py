@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import invalidate_caches
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import resolve_name
@@ -15,6 +17,9 @@ from typing import Any
 
 from mlora.errors import first_line
 from mlora.objectives.options import ObjectiveError
+
+_SHARED = {*sys.stdlib_module_names, "__main__", "mlora", "mlora_ext"}
+"""Modules that files of the same names do not hide."""
 
 
 def placed(name: str, folder: Path | str) -> str:
@@ -56,14 +61,17 @@ def sources_of(name: str) -> Mapping[str, str]:
 
 def changed_source(name: str) -> str | None:
     """Returns the path of the first file of `sources_of` that holds other code now, or is gone; or None."""
-    return next((path for path, digest in sources_of(name).items() if _digest_now(path) != digest), None)
+    for path, digest in sources_of(name).items():
+        try:
+            if _digest_of(path) != digest:
+                return path
+        except OSError:
+            return path
+    return None
 
 
-def _digest_now(path: str) -> str | None:
-    try:
-        return _digest(Path(path).read_bytes())
-    except OSError:
-        return None
+def _digest_of(path: str) -> str:
+    return _digest(Path(path).read_bytes())
 
 
 def _digest(source: bytes) -> str:
@@ -86,13 +94,51 @@ def _read(path: str) -> _LossFile:
     assert spec is not None
     source = Path(path).read_bytes()  # what is hashed is what runs
     sys.modules[name] = module = module_from_spec(spec)
-    folder = str(Path(path).parent)
-    sys.path.insert(0, folder)
-    try:
+    with _helpers_of(Path(path).absolute().parent) as helpers:
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    files = sorted({str(file) for helper in helpers.values() if (file := _file_of(helper)).suffix == ".py"})
+    return _LossFile(module, {path: _digest(source), **{file: _digest_of(file) for file in files}})
+
+
+@contextmanager
+def _helpers_of(folder: Path) -> Iterator[dict[str, ModuleType]]:
+    """Lets imports find the files of a folder first; its value holds what was imported from it, at the end.
+
+    Nothing else sees these modules: another folder may have files of the same names. Installed packages are
+    as they are everywhere.
+    """
+    own = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")}
+    aside = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if (top := name.partition(".")[0]) in own and top not in _SHARED and not _installed(module)
+    }
+    for name in aside:
+        del sys.modules[name]
+    before = {name.partition(".")[0] for name in sys.modules}
+    found: dict[str, ModuleType] = {}
+    sys.path.insert(0, str(folder))
+    invalidate_caches()
+    try:
+        yield found
     finally:
-        sys.path.remove(folder)
-    return _LossFile(module, {path: _digest(source)})
+        sys.path.remove(str(folder))
+        for name, module in list(sys.modules.items()):
+            if (top := name.partition(".")[0]) in before or _installed(module):
+                continue
+            file = _file_of(module)
+            if file == folder / f"{top}.py" or file.is_relative_to(folder / top):
+                found[name] = sys.modules.pop(name)
+        sys.modules.update(aside)
+
+
+def _file_of(module: ModuleType) -> Path:
+    """Returns a module's file, or the folder of a package that has no file."""
+    return Path(getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), ""))
+
+
+def _installed(module: ModuleType) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(_file_of(module).parts)
 
 
 class _FailuresOfImport:
