@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
 from mlora.config.strict import Strict, resolve_path, wrong_key
+from mlora.objectives.registry import with_place
 
 MOST_TRIALS = 10_000
 NAMED = "the run names its trials by their numbers; remove this key"
@@ -19,6 +20,26 @@ NAMED = "the run names its trials by their numbers; remove this key"
 def is_trial(name: str) -> bool:
     """Whether an adapter's name has the form of a sweep's trial."""
     return re.fullmatch(r"trial-\d+", name) is not None
+
+
+def _found(key: str, value: Any, info: ValidationInfo) -> Any:
+    """Returns a field of an adapter with absolute paths; relative ones start at the config's folder."""
+    if key == "init_from" and isinstance(value, str):
+        return resolve_path(value, info)
+    if key == "objective":
+        return with_place(value, (info.context or {}).get("folder", "."))
+    return value
+
+
+def _found_choices(key: str, leaf: Any, info: ValidationInfo) -> Any:
+    """Returns a field of the search space with absolute paths in its choices."""
+    if not isinstance(leaf, dict):
+        return leaf
+    if isinstance(leaf.get("choice"), list):
+        return {**leaf, "choice": [_found(key, value, info) for value in leaf["choice"]]}
+    if key == "objective" and "name" in leaf:
+        return {**leaf, "name": _found_choices(key, leaf["name"], info)}
+    return leaf
 
 
 class SweepConfig(Strict):
@@ -119,9 +140,7 @@ class SweepConfig(Strict):
     def _adapter(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         if "name" in value:
             raise wrong_key("name", NAMED)
-        if isinstance(value.get("init_from"), str):
-            return {**value, "init_from": resolve_path(value["init_from"], info)}
-        return value
+        return {key: _found(key, field, info) for key, field in value.items()}
 
     @field_validator("search")
     @classmethod
@@ -129,11 +148,7 @@ class SweepConfig(Strict):
         space = read_space(value)
         if "name" in space:
             raise wrong_key("name", NAMED)
-        leaf = value.get("init_from")
-        if isinstance(leaf, dict) and isinstance(leaf.get("choice"), list):
-            paths = [resolve_path(path, info) if isinstance(path, str) else path for path in leaf["choice"]]
-            return {**value, "init_from": {"choice": paths}}
-        return value
+        return {key: _found_choices(key, leaf, info) for key, leaf in value.items()}
 
     @model_validator(mode="after")
     def _consistent(self) -> SweepConfig:

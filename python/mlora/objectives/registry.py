@@ -118,6 +118,15 @@ def resolved(spec: Any, folder: Path | str | None = None) -> str | dict[str, Any
     return {"name": name, **found} if found else name
 
 
+def with_place(spec: Any, folder: Path | str) -> Any:
+    """Returns an objective that is not resolved yet, with the absolute path of its file; see `placed`."""
+    if isinstance(spec, str) and ":" in spec:
+        return placed(spec, folder)
+    if isinstance(spec, Mapping) and isinstance(name := spec.get("name"), str):
+        return {**spec, "name": with_place(name, folder)}
+    return spec
+
+
 def takes(spec: Any) -> Takes:
     """Returns what samples an objective takes; `spec` is what `resolved` returned."""
     name, options = _split(spec)

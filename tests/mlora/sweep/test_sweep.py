@@ -13,13 +13,13 @@ import torch
 import yaml
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory
 from mlora.cli.run_status import read_status
-from mlora.config.config_file import resolve_config
+from mlora.config.config_file import load_config, resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
 from mlora.run.run import resume, train
 from stage_runs import by_adapter, tensors
 from sweep_runs import Crowd, sweep, table
-from tiny_run import write_jsonl
+from tiny_run import write_jsonl, write_run
 
 from tests.tolerances import STEADY_EPSILON, assert_same_up_to_rounding
 
@@ -129,6 +129,35 @@ def test_trials_are_ranked_by_the_weights_that_they_leave(data: dict[str, Any], 
     assert sorted(trial["value"] for trial in trials) == sorted(lowest.values())
     best = run / "adapters" / rows[0]["trial"] / "adapter_model.safetensors"
     assert (run / "best" / best.name).read_bytes() == best.read_bytes()
+
+
+@pytest.mark.parametrize("form", ["name", "choice of objectives", "choice of names"])
+def test_a_loss_of_ones_own_beside_the_yaml(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Found from another folder, by a resume, too; the resolved config holds absolute paths."""
+    text = "def loss(rows, scale=1.0):\n    return -scale * rows.sums()\n"
+    for name in ("sweep_a", "sweep_b"):
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    own, search = data["sweep"]["adapter"], {"scale": {"choice": [0.5, 2.0]}}
+    if form == "name":
+        own["objective"] = "sweep_a:loss"
+    elif form == "choice of names":
+        search["name"] = {"choice": ["sweep_a:loss", "sweep_b:loss"]}
+    else:
+        search = {"choice": ["sweep_a:loss", {"name": "sweep_b:loss", "scale": 2.0}]}
+    data["sweep"] |= {"trials": 2, "sampler": "random", "search": {"objective": search}}
+    config = load_config(write_run(tmp_path, data | {"defaults": {"max_steps": 1}}))
+    assert config.sweep is not None
+    text = str([config.sweep.adapter, config.sweep.search])
+    assert text.count("sweep_a:") == text.count("sweep_b:") == 0
+    assert f"{tmp_path / 'sweep_a.py'}:loss" in text
+    if form == "name":  # the others differ in what is read only
+        assert train(config).status == "finished"
+        assert resume(tmp_path / "run", settings=["sweep.trials=3"]).status == "finished"
+        assert {row["state"] for row in table(tmp_path / "run")} == {"finished"}
 
 
 def test_trials_that_cannot_train_do_not_end_the_sweep(data: dict[str, Any], tmp_path: Path) -> None:
