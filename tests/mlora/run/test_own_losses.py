@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ from mlora.config.config_file import load_config, resolve_config
 from mlora.data.record import Sample
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
+from mlora.objectives import registry
 from mlora.objectives.custom import CustomLoss, LossError
+from mlora.objectives.objective import LossOfOwner, Objective
+from mlora.objectives.registry import register_objective
 from mlora.optim.optim_config import OptimConfig
 from mlora.run.run import resume
 from peft import LoraConfig
+from torch import Tensor
 
 from tests.mlora.limited_runs import Watching, interrupt
 from tests.mlora.tiny_run import lines, run_data, weights, write_run
@@ -123,6 +128,56 @@ def test_one_that_fails_stops_its_own_adapter(
         for name in ("good", "bad")
     ]
     assert together[0] == together[1]  # with loss and gradient of the batch in which it failed
+
+
+class OfShape(Objective):
+    def loss(self, log_p: Tensor, lengths: Sequence[int]) -> LossOfOwner:
+        return LossOfOwner(-log_p.sum().reshape(1))
+
+
+class Bare(Objective):
+    def loss(self, log_p: Tensor, lengths: Sequence[int]) -> Any:
+        return -log_p.sum()
+
+
+class OwnUnits(Objective):
+    def units(self, samples: Sequence[Any], trained: int) -> Any:
+        raise KeyError("weights")
+
+    def loss(self, log_p: Tensor, lengths: Sequence[int]) -> LossOfOwner:
+        return LossOfOwner(-log_p.double().sum())
+
+
+class HalfUnits(OwnUnits):
+    def units(self, samples: Sequence[Any], trained: int) -> Any:
+        return trained / 2
+
+
+OWN = {
+    OfShape: "OfShape failed: ValueError: expected a loss of shape [], a sum over units, got [1]",
+    Bare: "Bare failed: TypeError: expected LossOfOwner with a tensor of shape [], got Tensor",
+    OwnUnits: "OwnUnits failed: KeyError: 'weights'",
+    HalfUnits: "HalfUnits failed: TypeError: 'float' object cannot be interpreted as an integer",
+}
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_objectives_with_odd_results_stop_their_own_adapters(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, evaluated: bool
+) -> None:
+    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
+    data = run_data(tiny_base, tmp_path, pipeline={"stages": stages})
+    first, second = data["adapters"]
+    first |= {} if evaluated else {"eval_dataset": None, "eval_steps": None}
+    for kind in OWN:
+        register_objective(kind.__name__, kind)
+    owns = [first | {"name": kind.__name__, "objective": kind.__name__} for kind in OWN]
+    result = mlora.train(resolve_config(data | {"adapters": [*owns, second]}, folder=tmp_path))
+    assert result.adapters["second"].state == "finished"
+    for kind, message in OWN.items():
+        found = result.adapters[kind.__name__]
+        assert (found.state, found.step, found.message) == ("stopped", 0, f"objective: {message}")
 
 
 def test_one_that_fails_in_its_first_evaluation(tiny_base: Path, tmp_path: Path) -> None:
