@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from mlora.config.best_rule import greater_is_better, metric_key, unknown_metric
 from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
 from mlora.config.strict import Strict, resolve_path, wrong_key
+from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import with_place
 
 MOST_TRIALS = 10_000
@@ -53,12 +56,14 @@ class SweepConfig(Strict):
     ``sampler`` proposes values: Optuna's ``tpe`` or ``random``, or ``grid``, which tries all combinations in
     turn. ``pruner``, one of Optuna's, judges a trial after each evaluation and ends it if its ``eval_loss``
     falls behind. ``sampler_kwargs`` and ``pruner_kwargs`` are the arguments of Optuna's classes. Trials are
-    ranked by the ``metric`` of the weights with which they end.
+    ranked by the ``metric`` of the weights with which they end: any that their evaluations measure. As in
+    Transformers, greater is better unless its name ends in ``loss`` or ``greater_is_better`` says otherwise.
     """
 
     trials: int | None = Field(default=None, ge=1, le=MOST_TRIALS)
     places: int = Field(default=4, ge=1, le=MOST_TRIALS)
-    metric: Literal["eval_loss", "eval_exact_match"] = "eval_loss"
+    metric: str = Field(default="eval_loss", min_length=1)
+    greater_is_better: bool | None = None
     sampler: Literal["tpe", "random", "grid"] = "tpe"
     sampler_kwargs: dict[str, Any] = Field(default_factory=dict)
     pruner: Literal["none", "median", "percentile", "successive_halving", "hyperband"] = "none"
@@ -70,6 +75,11 @@ class SweepConfig(Strict):
     def space(self) -> Space:
         """The leaves of ``search`` by path."""
         return read_space(self.search)
+
+    @property
+    def greater(self) -> bool:
+        """Whether a greater value of the metric is better."""
+        return greater_is_better(self.metric, self.greater_is_better)
 
     @property
     def count(self) -> int:
@@ -131,9 +141,19 @@ class SweepConfig(Strict):
             raise wrong_key("sweep.adapter.eval_dataset", "is missing; trials are ranked by it")
         if self.metric == "eval_exact_match" and given.get("eval_exact_match") is not True:
             raise wrong_key("sweep.adapter.eval_exact_match", "must be true; trials are ranked by it")
+        for sample in self.samples():
+            with suppress(ObjectiveError):  # what is wrong with the objective itself is told with its trials
+                objective = sample.get("objective", defaults["objective"])
+                if reason := unknown_metric(self.metric, objective):
+                    raise wrong_key("sweep.metric", reason)
         if self.pruner != "none" and given.get("eval_steps") is None:
             raise wrong_key("sweep.adapter.eval_steps", "is missing; the pruner acts after each evaluation")
         self.pruner_arguments(defaults)
+
+    @field_validator("metric")
+    @classmethod
+    def _metric(cls, value: str) -> str:
+        return metric_key(value)
 
     @field_validator("adapter")
     @classmethod

@@ -105,6 +105,11 @@ def prepare(
         reporter.fault(f"{', '.join(names)}: refused: {message}")
     for line in builder.warnings:
         reporter.warn(line)
+    if config.sweep and config.sweep.metric == "eval_loss" and "objective" in config.sweep.search:
+        reporter.warn(
+            "sweep.metric: search changes objective, and losses of different objectives cannot be compared; "
+            "rank by another metric, such as rewards/accuracies"
+        )
     if not tasks and not config.sweep:
         raise RunError("every adapter was refused; nothing to train")
     sweep = sweep_of(config)
