@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +48,6 @@ from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.start.from_weights import start_from_weights
 from mlora_ext.nn.start.statistics import Statistics, statistics_of
-
-if TYPE_CHECKING:
-    pass
 
 
 class StageWorker(Hooks, nn.Module):

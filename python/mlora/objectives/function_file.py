@@ -156,7 +156,12 @@ class _FailuresOfImport:
         reason = first_line(error)
         if not isinstance(error, ImportError | AttributeError | OSError):
             reason = f"{type(error).__name__}: {reason}"
-        lacks = isinstance(error, ModuleNotFoundError) and error.name == self._name.rpartition(":")[0]
+        module, _, function = self._name.rpartition(":")
+        lacks = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         if lacks and self._folder is not None:
-            reason += f", and there is no {Path(self._folder).resolve() / self._name.rpartition(':')[0]}.py"
+            file = f"{module.replace('.', '/')}.py"
+            path = Path(self._folder).resolve() / file
+            reason += (
+                f"; for {path} write {file}:{function}" if path.is_file() else f", and there is no {path}"
+            )
         raise ObjectiveError(f"{self._name}: cannot be imported: {reason}", ("name",)) from error

@@ -83,9 +83,9 @@ def register_objective(name: str, kind: type[Objective], options: type[BaseModel
         options: a pydantic model of its options; None = it has none.
 
     Raises:
-        ValueError: another objective has this name.
+        ValueError: another objective has this name, also one of a head of labels.
     """
-    if _OBJECTIVES.get(name, _Entry(kind)).kind is not kind:
+    if name in _OF_LABELS or _OBJECTIVES.get(name, _Entry(kind)).kind is not kind:
         raise ValueError(f"objective: the name {name!r} is taken; choose another one")
     _OBJECTIVES[name] = _Entry(kind, options or Options, kind.takes)
 

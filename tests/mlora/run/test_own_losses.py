@@ -79,6 +79,8 @@ def test_a_file_beside_the_yaml(tiny_base: Path, tmp_path: Path, monkeypatch: py
             "nowhere:loss",
             "nowhere:loss: cannot be imported: No module named 'nowhere', and there is no {}",
         ),
+        ("losses.gone:loss", "No module named 'losses', and there is no {losses}/gone.py"),
+        ("losses.mine:loss", "'losses'; for {losses}/mine.py write losses/mine.py:loss"),
         ("broken:loss", "broken.py:loss: cannot be imported: SyntaxError: '(' was never closed"),
         ("lacking:los", "lacking.py:los: cannot be imported: it has no 'los'"),
         ("sub/gone.py:loss", "sub/gone.py:loss: cannot be imported: [Errno 2] No such file"),
@@ -90,6 +92,8 @@ def test_a_function_that_cannot_be_imported_is_one_line(
 ) -> None:
     (tmp_path / "broken.py").write_text("def loss(rows:\n")
     (tmp_path / "lacking.py").write_text("def loss(rows): ...\n")
+    (tmp_path / "losses").mkdir()
+    (tmp_path / "losses" / "mine.py").write_text("def loss(rows): ...\n")
     (tmp_path / "raising.py").write_text("torhc.nn\n")
     data = run_data(tiny_base, tmp_path)
     data["adapters"][0]["objective"] = name
@@ -97,7 +101,7 @@ def test_a_function_that_cannot_be_imported_is_one_line(
         resolve_config(data, folder=tmp_path)
     (line,) = str(error.value).splitlines()
     assert line.startswith("config: adapters[0].objective.name: ")
-    assert expected.format(tmp_path / "nowhere.py") in line
+    assert expected.format(tmp_path / "nowhere.py", losses=tmp_path / "losses") in line
 
 
 @pytest.mark.parametrize(
