@@ -66,6 +66,7 @@ class PackedBatch:
     tokens: dict[str, int]  # number of trained tokens by owner; sums to M, or is 0 for prompts
     # the divisor of each adapter's loss, as its objective gives it; without an entry, `tokens`
     units: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)  # of each adapter whose objective could not give it
     facts: tuple[tuple[Sequence[float], ...], ...] = ()  # of each owner: those of its samples
     # rows that are run without gradient, by their owners, or None; and for each owner of rows with gradient
     # the sequences among them that its loss reads, by index

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
+from operator import index
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from mlora.engine.adapter_state import AdapterStates, BatchResult
 from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
 from mlora.engine.stage_group import StageGroup
 from mlora.memory.estimate import MemorySample
-from mlora.objectives.custom import LossError
+from mlora.objectives.custom import FailuresOfLoss, LossError
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.objective import CrossEntropy, Objective
 from mlora.objectives.options import START
@@ -423,7 +424,12 @@ class Batcher:
         for name, samples in batches.items():
             if name not in (None, BASE):
                 objective = self._states[name].objective
-                packed.units[name] = objective.units(samples, packed.tokens[name])
+                packed.units[name] = packed.tokens[name]
+                try:
+                    with FailuresOfLoss(objective):
+                        packed.units[name] = index(objective.units(samples, packed.tokens[name]))
+                except LossError as error:
+                    packed.faults[name] = str(error)
         return packed
 
     def _enter(
@@ -514,6 +520,8 @@ class Batcher:
             units = batch.units.get(name, batch.tokens[name])
             totals = {key: total for key, (total, _) in own.items()}
             counts = {key: count for key, (_, count) in own.items() if count is not None}
+            if name in batch.faults:
+                loss, fault = math.nan, batch.faults[name]
             found[name] = BatchResult(loss, batch.tokens[name], units, totals, counts, fault)
         return result.notes, found
 

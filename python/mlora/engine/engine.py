@@ -37,7 +37,7 @@ from mlora.model.pretrained import skeleton
 from mlora.model.task_heads import label_objective
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import START, ObjectiveError
-from mlora.objectives.registry import CROSS_ENTROPY, objective_of, resolved
+from mlora.objectives.registry import CROSS_ENTROPY, objective_of, pinned
 from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import IN_MEMORY, OffloadOptions
@@ -355,9 +355,9 @@ class Engine(Batcher):
                 `mlora.data.record.LabelledSample`; QUESTION_ANS needs none and takes `AnswerSample`.
             problem_type: of SEQ_CLS, as Transformers has it: `single_label_classification`, `regression`
                 (the default if `num_labels` is 1) or `multi_label_classification`.
-            start_batches: micro-batches of its samples for an `init_lora_weights` that looks at data (eva,
-                corda, lora_ga). The base runs on them; CorDA takes each sample alone. Without them, such an
-                adapter needs `load_state_dict` before it is used.
+            start_batches: micro-batches of its samples for an `init_lora_weights` of `lora` that looks at
+                data (eva, corda, lora_ga). The base runs on them; CorDA takes each sample alone. Without
+                them, such an adapter needs `load_state_dict` before it is used.
             start_weights: for `init_lora_weights="loftq"`: a folder or hub id with the weights that the base
                 had before it was quantised. Each stage reads those of its own layers, one at a time. Without
                 it, such an adapter needs `load_state_dict`, too.
@@ -372,6 +372,11 @@ class Engine(Batcher):
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
         if start_weights is not None and (lora is None or init_from is not None or not needs_weights(lora)):
             raise ValueError(f"adapter {name!r}: start_weights: needs lora with init_lora_weights='loftq'")
+        if start_batches is not None and (lora is None or init_from is not None or not needs_data(lora)):
+            raise ValueError(
+                f"adapter {name!r}: start_batches: needs lora with an init_lora_weights that looks at data "
+                "(eva, corda, lora_ga), and no init_from; remove it"
+            )
         if lora is None and init_from is None:
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
         if problem_type not in (None, *PROBLEMS):
@@ -487,7 +492,7 @@ class Engine(Batcher):
         """Returns an objective, and what the last stage makes it of; raises ObjectiveError if it is wrong."""
         made = objective_of(objective)
         if isinstance(objective, str | Mapping):
-            return made, resolved(objective)
+            return made, pinned(objective)
         if self._last is None:
             raise ObjectiveError(
                 "stages in other processes can make an objective from its name only; register it there, or "

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,9 @@ from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
 from mlora.model.original_weights import original_weights
+from mlora.objectives.custom import Unmade
 from mlora.objectives.objective import Objective
+from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import objective_of
 from mlora.objectives.token_losses import (
     Head,
@@ -47,9 +49,6 @@ from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.start.from_weights import start_from_weights
 from mlora_ext.nn.start.statistics import Statistics, statistics_of
-
-if TYPE_CHECKING:
-    pass
 
 
 class StageWorker(Hooks, nn.Module):
@@ -469,7 +468,10 @@ class StageWorker(Hooks, nn.Module):
         """Returns the objective of a spec; the first one is kept: what it is made of, or `made`."""
         key = json.dumps(spec, sort_keys=True)
         if key not in self._objectives or made is not None:
-            self._objectives[key] = made or objective_of(spec)
+            try:
+                self._objectives[key] = made or objective_of(spec)
+            except ObjectiveError as error:  # it would end the run of all adapters
+                self._objectives[key] = Unmade(str(error))
         return self._objectives[key]
 
     def _silent_log_p(self, output: Tensor, silent: Mapping[str, Any]) -> Sequence[Tensor]:

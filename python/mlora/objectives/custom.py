@@ -60,6 +60,17 @@ def _where(error: BaseException | None, place: tuple[str, int] | None) -> str:
     return f", in {file}:{line}"
 
 
+class Unmade(Objective):
+    """Stands for a loss that this process cannot make, and stops its adapter with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def loss_of(self, rows: LogProbs) -> LossOfOwner:
+        """Raises LossError."""
+        raise LossError(self._reason)
+
+
 class CustomLoss(Objective):
     """A loss by a function of `LogProbs` that returns the loss of each sample, `[N]`; their mean is trained.
 

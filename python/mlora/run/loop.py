@@ -330,13 +330,21 @@ class TrainingLoop:
                 record["best"] = rule.metric
             self._metrics.write(**record)
             self._reporter.evaluation(task, record)
-            if rule is not None and not measured:
+            lacking = [f"{key}: {metric}" for key, metric in self._asked(task) if metric not in entry]
+            if lacking:
                 has = ", ".join(key for key in entry if key != "step")
-                what = f"metric_for_best_model: {rule.metric} is not measured; metrics: {has}"
-                self._end(task, "stopped", what)
+                self._end(task, "stopped", f"{lacking[0]} is not measured; metrics: {has}")
         tasks = [task for task in tasks if task.progress.state == "running"]
         for task in tasks:
             self._stop_early(task)
+
+    def _asked(self, task: Task) -> Iterator[tuple[str, str]]:
+        """Yields the metrics that each evaluation of a task must have, after the keys that ask for them."""
+        rule, sweep = task.config.best_rule, self._run.config.sweep
+        if rule is not None:
+            yield "metric_for_best_model", rule.metric
+        if sweep is not None and is_trial(task.name) and sweep.metric != "eval_exact_match":
+            yield "sweep.metric", sweep.metric
 
     def _is_best(self, task: Task, entry: Mapping[str, Any]) -> bool:
         """Counts an evaluation and returns whether it is the best so far; if so, keeps the weights."""

@@ -51,11 +51,12 @@ def _create_adapter(engine: Engine, task: Task, group: int, state: Mapping[str, 
     """
     lora = task.lora
     more: dict[str, Any] = {}
+    begins = state is None and task.config.init_from is None
     if state is not None and "lora" in state:
         lora = lora_of(state["lora"])
-    elif state is None and task.lora is not None and needs_data(task.lora):
+    elif begins and lora is not None and needs_data(lora):
         more = {"start_batches": task.start_batches()}
-    elif state is None and task.lora is not None and needs_weights(task.lora):
+    elif begins and lora is not None and needs_weights(lora):
         more = {"start_weights": engine.source}
     engine.create_adapter(
         task.name,

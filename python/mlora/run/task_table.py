@@ -19,7 +19,7 @@ from mlora.run.task_states import bring_back, check_best_file, restore_adapter, 
 from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import Group
-from mlora.tasks.task import State, Task, TaskBuilder
+from mlora.tasks.task import State, Task, TaskBuilder, check_loss
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
@@ -202,7 +202,10 @@ class TaskTable:
             self.reporter.warn(f"{name}: submitted again under a name that is taken; left out")
         else:
             try:
-                task = self._builder.build(*submitted(name, content))
+                adapter, datasets = submitted(name, content)
+                if "trial" not in content:  # all trials have the loss that the sweep began with
+                    check_loss(adapter)
+                task = self._builder.build(adapter, datasets)
             except RunError as error:
                 self.refuse(name, str(error))
         if self.sweep and "trial" in content:

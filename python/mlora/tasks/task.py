@@ -21,7 +21,8 @@ from mlora.data.sampler import BatchPlan, task_seed
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.objectives.objective import Objective
-from mlora.objectives.registry import Style, objective_of, style_of
+from mlora.objectives.options import ObjectiveError
+from mlora.objectives.registry import Style, check_unchanged, objective_of, style_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.tasks.classifiers import label_rules, needs_no_tokenizer
 from mlora.tasks.init_from import check_init_from
@@ -268,6 +269,14 @@ class TaskBuilder:
             )
             self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
         return self._loaded[key]
+
+
+def check_loss(adapter: AdapterConfig) -> None:
+    """Raises RunError if a file of an adapter's own loss has changed since this process read it."""
+    try:
+        check_unchanged(adapter.objective)
+    except ObjectiveError as error:
+        raise RunError(str(error)) from error
 
 
 def _check_prompts(adapter: AdapterConfig, data: Dataset) -> None:
