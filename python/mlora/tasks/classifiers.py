@@ -99,6 +99,9 @@ def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path, find: Finds) ->
     if task == "QUESTION_ANS":
         return LabelRules(task, "", 2)
     count = known.get("num_labels")
+    if adapter.init_from and count is None:
+        heads = " nor ".join(task_heads(lora))
+        raise RunError(f"init_from: {adapter.init_from} holds no head: neither {heads} is among its weights")
     if adapter.num_labels not in (None, count):
         raise RunError(f"num_labels: is {adapter.num_labels}, but the head in init_from has {count} labels")
     asked, stored = adapter.problem_type, known.get("problem_type")
