@@ -97,6 +97,7 @@ class AdapterState:
         objective: what it is trained for.
         objective_spec: what the last stage makes the objective of: plain values.
         start: the name under which the weights that it began with stay beside it, for its objective; or None.
+            Adapters that began with equal weights share them.
         start_digest: of these weights.
         steps: optimizer steps, taken or skipped.
         units: what divides its gradient, since the last step.
@@ -190,6 +191,10 @@ class AdapterStates(dict[str, AdapterState]):
         """The names that the engine's user has given."""
         starts = {state.start for state in self.values()}
         return [name for name in self if name not in starts]
+
+    def users_of(self, start: str) -> list[str]:
+        """Returns the adapters that began with the weights of this name."""
+        return [name for name, state in self.items() if state.start == start]
 
     def at_rest(self, name: str) -> AdapterState:
         """Returns an adapter's state; raises ValueError if a batch of it is under way."""

@@ -20,7 +20,7 @@ from mlora.memory.estimate import MemorySample
 from mlora.objectives.custom import LossError
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.objective import CrossEntropy, Objective
-from mlora.objectives.options import owner_of
+from mlora.objectives.options import START
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.step_rule import Update
 from mlora.pipeline.order import ALONE, RoundPosition
@@ -357,8 +357,8 @@ class Batcher:
 
     def _check_reference(self, name: str, objective: Objective) -> None:
         """Raises ValueError if the adapter that an objective compares with is not beside this one."""
-        owner = owner_of(objective.reference, name)
-        if owner in (None, BASE):
+        owner = objective.reference
+        if owner in (None, BASE, START):
             return
         known = self._states.get(str(owner))
         if known is None or known.replica != self._states[name].replica:
@@ -373,7 +373,8 @@ class Batcher:
             )
 
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
-        packed = pack(batches, row0=row0, vocab_size=self._vocab_size, device=self.device)
+        starts = {name: s.start for name in batches if (s := self._states.get(name)) and s.start is not None}
+        packed = pack(batches, row0=row0, vocab_size=self._vocab_size, device=self.device, starts=starts)
         for name, samples in batches.items():
             if name not in (None, BASE):
                 objective = self._states[name].objective

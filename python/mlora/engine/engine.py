@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -35,7 +36,7 @@ from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton
 from mlora.model.task_heads import label_objective
 from mlora.objectives.objective import Objective
-from mlora.objectives.options import START, ObjectiveError, owner_of
+from mlora.objectives.options import START, ObjectiveError
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of, resolved
 from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.forecast_lines import Forecast
@@ -404,14 +405,26 @@ class Engine(Batcher):
             unless_started.pop_all()
 
     def _put_start_beside(self, name: str, optim: OptimConfig, folder: Any) -> None:
-        """Puts the weights that an adapter starts from beside it; nobody trains them."""
-        own, start = self._states[name], str(owner_of(START, name))
+        """Puts the weights that an adapter starts from beside it; nobody trains them.
+
+        Adapters of a replica that start from equal weights share them.
+        """
+        own = self._states[name]
         with ExitStack() as unless_put:
             unless_put.callback(self.remove_adapter, name)
-            more: dict[str, Any] = {"seed": 0, "replica": own.replica, "init_from": folder}
-            self._put(start, None, optim, objective=CROSS_ENTROPY, trained=False, **more)
+            start = self._name_of_start(name, folder)
+            if not self._states.users_of(start):
+                more: dict[str, Any] = {"seed": 0, "replica": own.replica, "init_from": folder}
+                self._put(start, None, optim, objective=CROSS_ENTROPY, trained=False, **more)
             unless_put.pop_all()
         own.start, own.start_digest = start, _digest(self.weights(start))
+
+    def _name_of_start(self, name: str, folder: Any) -> str:
+        """Returns the name of the weights that a new adapter has from a folder, by what they are."""
+        config = plain_lora(read_config(Path(os.fspath(folder))))
+        facts = [_digest(self.weights(name)), config, self._states[name].replica]
+        found = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+        return f"{START} {found[:16]}"
 
     def _put(
         self,
@@ -455,7 +468,7 @@ class Engine(Batcher):
                     )
                 made, spec = objective_of(of_labels), of_labels
             if self.registry is self.model:
-                self._part.own(name, optim)
+                self._part.own(name, optim, trained=trained)
             unless_created.pop_all()
         self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), made, spec)
         self.memory_after = []
@@ -464,6 +477,7 @@ class Engine(Batcher):
                 "lora": plain_lora(router_of(self.registry).adapters[name].config),
                 "optim": asdict(optim),
                 "seed": seed,
+                "trained": trained,
                 "weights": None if folder is None else adapter_weights(self.registry, name, folder),
             }
             self._control("create", name, arguments, first_done=self.registry is self.model)
@@ -493,7 +507,7 @@ class Engine(Batcher):
         """
         own = self._states.at_rest(name)
         start, own.start = own.start, None
-        if start is not None:
+        if start is not None and not self._states.users_of(start):
             self.remove_adapter(start)
         self._control("remove", name)
         if self.registry is not self.model:

@@ -139,7 +139,7 @@ class FullWorker(StageWorker):
         super().traced(trace)
         self._trace = trace
 
-    def own(self, name: str, optim: OptimConfig) -> None:
+    def own(self, name: str, optim: OptimConfig, *, trained: bool = True) -> None:
         """Takes charge of the model's weights for a task."""
         optimizer = self._optimizers[name] = FullAdamW(self.base, optim, self.offload)
         if self._trace is not None:

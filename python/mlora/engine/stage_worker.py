@@ -183,18 +183,21 @@ class StageWorker(Hooks, nn.Module):
         """Returns when an optimizer on disk works."""
         return "active"
 
-    def own(self, name: str, optim: OptimConfig) -> None:
-        """Takes charge of an adapter that is on the model, and gives it gradients that last."""
+    def own(self, name: str, optim: OptimConfig, *, trained: bool = True) -> None:
+        """Takes charge of an adapter on the model, and gives it gradients that last if it is `trained`."""
         own, model = self._own_parameters(name), self.base.model
+        if not trained:
+            for parameter in own.values():
+                parameter.requires_grad_(False)
         found = zip(own.items(), scalings(model, name), written_marks(model, name), strict=True)
-        trained = [one for one in found if one[0][1].requires_grad]
+        stepped = [one for one in found if one[0][1].requires_grad]
         names = neutral_names(model, name)
-        parameters = {names[key]: parameter for (key, parameter), *_ in trained}
+        parameters = {names[key]: parameter for (key, parameter), *_ in stepped}
         optimizer = self._optimizers[name] = optimizer_kind(optim.optim)(parameters, optim)
-        optimizer.keys = [key for (key, _), *_ in trained]
+        optimizer.keys = [key for (key, _), *_ in stepped]
         optimizer.spare_layer_norms(layer_norms_among(parameters.values(), model))
-        optimizer.scalings = [scaling for _, scaling, _ in trained]
-        optimizer.hold_gradients(name, [mark for *_, mark in trained])
+        optimizer.scalings = [scaling for _, scaling, _ in stepped]
+        optimizer.hold_gradients(name, [mark for *_, mark in stepped])
         router_of(self.base.model).moved()
 
     def _create(
@@ -203,11 +206,12 @@ class StageWorker(Hooks, nn.Module):
         lora: dict[str, Any],
         optim: dict[str, Any],
         seed: int,
+        trained: bool,
         weights: Mapping[str, Mapping[str, Tensor]] | None,
     ) -> None:
         """Creates here an adapter that the first stage has created."""
         put_adapter(self.base.model, name, lora_of(lora), None, seed)
-        self.own(name, OptimConfig(**optim))
+        self.own(name, OptimConfig(**optim), trained=trained)
         if weights is not None:
             write_weights(self.base.model, name, weights)
 
