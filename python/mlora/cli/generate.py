@@ -250,7 +250,7 @@ def _by_answer(
     The former with the labels' names, if they have any; the latter with why not, and the end of the name of
     the class `AutoModelFor...` that serves them.
     """
-    from mlora.model.task_heads import label_objective
+    from mlora.model.labels import label_objective
     from mlora_ext.adapters.trained_parts import labels_of, task_of
     from mlora_ext.nn.interop.read_folder import read_config
 

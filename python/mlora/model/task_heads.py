@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mlora.objectives.token_losses import LogitRule, Scorer
 from mlora_ext.adapters.lora_config import init_kind
-from mlora_ext.adapters.trained_parts import TASK_HEAD_WITH_BIAS, head_kind, labels_of, task_heads, task_of
+from mlora_ext.adapters.trained_parts import TASK_HEAD_WITH_BIAS, head_kind, task_heads, task_of
 from mlora_ext.nn.adapter_weights import adapter_layers
 from mlora_ext.nn.add_remove import remove_adapter
 from mlora_ext.nn.interop.body_names import check_body_names
@@ -154,21 +154,6 @@ def own_heads(model: nn.Module, head: nn.Module, rule: LogitRule, names: Sequenc
 def label_adapters(model: nn.Module) -> set[str]:
     """Returns the names of the adapters whose heads predict labels, not tokens."""
     return {name for layer in _classifiers(model) for name in layer.specs}
-
-
-def label_objective(config: LoraConfig) -> dict[str, Any] | None:
-    """Returns the name and options of the loss of an adapter's labels; None if its head predicts tokens.
-
-    As in Transformers, a head of one label is that of a regression unless `problem_type` says otherwise.
-    """
-    if not task_heads(config):
-        return None
-    if task_of(config) == "QUESTION_ANS":
-        return {"name": "question_answering", "num_labels": 2}
-    known = labels_of(config)
-    labels = int(known["num_labels"])
-    kind = "regression" if labels == 1 and task_of(config) == "SEQ_CLS" else "single_label_classification"
-    return {"name": known.get("problem_type", kind), "num_labels": labels}
 
 
 def _classifiers(model: nn.Module) -> list[TaskHeads]:

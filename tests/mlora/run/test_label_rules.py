@@ -68,7 +68,7 @@ def test_rules_follow_from_the_lines(
         (
             [[0]],
             {"task": "TOKEN_CLS", "num_labels": 2, "problem_type": SINGLE},
-            "problem_type: needs lora.task_type: SEQ_CLS",
+            "problem_type: needs task_type SEQ_CLS",
         ),
     ],
 )

@@ -168,7 +168,7 @@ def test_names_of_labels_are_saved_and_kept(tiny_base: Path, tmp_path: Path) -> 
     found = train(resolve_config(again, folder=tmp_path)).adapters
     assert {name: one.message for name, one in found.items() if one.state != "finished"} == {
         "more": f"{new}:2: 'label': expected one of the known labels (bad, good), got 'hm'",
-        "wrong": "problem_type: is multi_label_classification, but the head in init_from was trained for "
+        "wrong": "problem_type: is multi_label_classification, but that of the head in init_from is "
         "regression",
     }
     assert json.loads((tmp_path / "again/adapters/mood/labels.json").read_text()) == stored["mood"]
@@ -218,7 +218,7 @@ def relabel(name: str, label: Any, line: int = 2) -> Callable[[dict[str, Any], P
             "length",
             "num_labels: task_type SEQ_CLS needs the number of labels",
         ),
-        (change("where", num_labels=2), "where", "num_labels: needs lora.task_type: SEQ_CLS or TOKEN_CLS"),
+        (change("where", num_labels=2), "where", "num_labels: needs task_type SEQ_CLS or TOKEN_CLS"),
         (
             change("where", dataset="mood"),
             "where",

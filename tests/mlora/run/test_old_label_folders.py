@@ -63,9 +63,9 @@ def test_a_run_goes_on_from_them(tiny_base: Path, tmp_path: Path) -> None:
             "adapters": [one | {"dataset": "kinds"} for one in adapters],
         }
     found = train(resolve_config(data, folder=tmp_path)).adapters
-    no_head = f"init_from: {headless} holds no head: neither classifier nor score is among its weights"
+    no_head = f"init_from: {headless} holds no head (classifier or score) among its weights"
     assert {name: one.message for name, one in found.items() if one.state != "finished"} == {
-        "wrong": "num_labels: is 4, but the head in init_from has 3 labels",
+        "wrong": "num_labels: is 4, but that of the head in init_from is 3",
         "headless": no_head,
         "headless-named": no_head,
     }
