@@ -85,11 +85,6 @@ def start_from_weights(model: nn.Module, name: str, read: ReadWeight, only: str 
     return found
 
 
-_MOST_LOST = 0.4
-"""The most that a quantisation changes W, relative to W_q: fp4 changed normal numbers by 0.12
-and those of Student's t (3 degrees) by 0.19. A model that was tuned from the right one is not noticed."""
-
-
 @torch.no_grad()
 def _nearest(original: Tensor, layer: MultiLoRALinear, spec: LayerSpec) -> dict[str, Tensor]:
     """Returns `lora_A [R, D]` and `lora_B [O, R]` with `W_q + scaling · B A` nearest to the original W.
@@ -123,10 +118,19 @@ def _residual(original: Tensor, layer: Any) -> Tensor:
     given = original.to(quantised_OD.device, torch.float32)
     shape = quantised_OD.shape
     found = [way - quantised_OD for way in (given, given.t()) if way.shape == shape]
-    residual = min(found, key=lambda one: float(one.norm()), default=None)
-    if residual is None or not residual.norm() <= _MOST_LOST * quantised_OD.norm():
+    if not found:
         raise ValueError(
-            f"its weight in the files, {list(original.shape)}, is not the one that was quantised, "
+            f"its weight in the files has the shape {list(original.shape)}, and the quantised one "
             f"{list(shape)}; give the original model's folder"
+        )
+    residual = min(found, key=lambda one: float(one.norm()))
+    if not residual.isfinite().all():
+        raise ValueError("its weight in the files contains NaN or infinity; give the original model's folder")
+    lost = float(residual.norm() / quantised_OD.norm())
+    if lost > layer.frozen.most_lost:
+        raise ValueError(
+            f"its weight in the files is not the one that was quantised: the numbers differ by {lost:.0%} "
+            f"of its norm, and its quantisation explains {layer.frozen.most_lost:.0%} at most; give the "
+            "original model's folder"
         )
     return residual
