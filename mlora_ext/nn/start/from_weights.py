@@ -69,20 +69,24 @@ def start_from_weights(model: nn.Module, name: str, read: ReadWeight, only: str 
 
     Raises ValueError, naming the layer, if its original weight is missing or is that of another model.
     """
-    found = 0
-    for key, layer in adapter_layers(model, name).items():
-        if only not in (None, key) or not isinstance(layer, MultiLoRALinear) or not is_quantized(layer):
-            continue
-        own = layer.parameters_of(name)
-        if own["lora_A"].is_meta:
-            continue
+    layers = {key: layer for key, layer in layers_of(model, name).items() if only in (None, key)}
+    for key, layer in layers.items():
         try:
-            set_values(own, _nearest(read(key), layer, layer.specs[name]))
+            set_values(layer.parameters_of(name), _nearest(read(key), layer, layer.specs[name]))
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: layer {key}: {error}") from error
-        found += 1
     router_of(model).adapters[name].awaits_start = False
-    return found
+    return len(layers)
+
+
+def layers_of(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
+    """Returns the layers of an adapter that are quantised and in this process, by their names."""
+    return {
+        key: layer
+        for key, layer in adapter_layers(model, name).items()
+        if isinstance(layer, MultiLoRALinear) and is_quantized(layer)
+        if not layer.parameters_of(name)["lora_A"].is_meta
+    }
 
 
 @torch.no_grad()
