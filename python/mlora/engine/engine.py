@@ -336,6 +336,7 @@ class Engine(Batcher):
         start_weights: str | os.PathLike[str] | None = None,
         num_labels: int | None = None,
         problem_type: str | None = None,
+        label_names: Sequence[str] | None = None,
     ) -> None:
         """Puts a new adapter on the base; others may be under way.
 
@@ -354,6 +355,8 @@ class Engine(Batcher):
                 has none and takes `AnswerSample`.
             problem_type: of SEQ_CLS, as Transformers has it: `single_label_classification`, `regression`
                 (the default if `num_labels` is 1) or `multi_label_classification`.
+            label_names: of a classifier: what its labels are called, in the order of their ids. `save` writes
+                them; `num_labels` is their number by default.
             start_batches: micro-batches of its samples for an `init_lora_weights` that looks at data (eva,
                 corda, lora_ga). The base runs on them; CorDA takes each sample alone. Without them, such an
                 adapter needs `load_state_dict` before it is used.
@@ -373,7 +376,9 @@ class Engine(Batcher):
             raise ValueError(f"adapter {name!r}: start_weights: needs lora with init_lora_weights='loftq'")
         if lora is None and init_from is None:
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
-        lora = _labelled(name, lora, init_from, {"num_labels": num_labels, "problem_type": problem_type})
+        labels: dict[str, Any] = {"num_labels": num_labels, "problem_type": problem_type}
+        labels["label_names"] = None if label_names is None else list(label_names)
+        lora = _labelled(name, lora, init_from, labels)
         if not 0 <= replica < self.replicas:
             raise ValueError(f"replica: expected one below {self.replicas}, got {replica}")
         seed = self.seed if seed is None else seed

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 REGRESSION, SINGLE_LABEL, MULTI_LABEL = PROBLEMS
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
-_TASKS_OF = {"num_labels": _CLASSIFIERS, "problem_type": ("SEQ_CLS",)}
+_TASKS_OF = {"num_labels": _CLASSIFIERS, "label_names": _CLASSIFIERS, "problem_type": ("SEQ_CLS",)}
 """Tasks that have each of the fields that say what an adapter's labels are."""
 
 
@@ -37,6 +37,18 @@ def add_labels(config: LoraConfig, asked: Mapping[str, Any], stored: LoraConfig 
         if kept.get(key, value) != value:
             raise ValueError(f"{key}: is {value}, but that of the head in init_from is {kept[key]}")
     config.__dict__.update(kept | labels_of(config) | asked)
+    if "label_names" in asked:
+        _count_names(config)
+
+
+def _count_names(config: LoraConfig) -> None:
+    """Takes the number of labels from their names; ValueError if another one is asked for."""
+    names, count = config.__dict__["label_names"], labels_of(config).get("num_labels")
+    if count not in (None, len(names)):
+        raise ValueError(f"label_names: has {len(names)} names, but num_labels is {count}")
+    config.__dict__["num_labels"] = len(names)
+    if problem_of(config) == REGRESSION:
+        raise ValueError("label_names: a regression predicts numbers; leave them out")
 
 
 def _check_value(key: str, value: Any) -> None:
@@ -44,6 +56,10 @@ def _check_value(key: str, value: Any) -> None:
         raise ValueError(f"num_labels: expected a whole number of at least 1, got {value!r}")
     if key == "problem_type" and value not in PROBLEMS:
         raise ValueError(f"problem_type: expected one of {', '.join(PROBLEMS)}, got {value!r}")
+    if key == "label_names":
+        texts = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+        if not texts or not value or len(set(value)) < len(value):
+            raise ValueError(f"label_names: expected a list of names that differ, got {value!r}")
 
 
 def check_labels(config: LoraConfig) -> None:
@@ -64,10 +80,11 @@ def check_labels(config: LoraConfig) -> None:
 def problem_of(config: LoraConfig) -> str:
     """Returns a classifier's `problem_type`.
 
-    As in Transformers, a head of one label is that of a regression unless the config says otherwise.
+    As in Transformers, a head of one label is that of a regression unless the config says otherwise, or
+    names the label.
     """
     known = labels_of(config)
-    alone = known.get("num_labels") == 1 and task_of(config) == "SEQ_CLS"
+    alone = known.get("num_labels") == 1 and task_of(config) == "SEQ_CLS" and "label_names" not in known
     return str(known.get("problem_type", REGRESSION if alone else SINGLE_LABEL))
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlora.config.run_config import AdapterConfig
 from mlora.config.sections import OF_TASKS, DatasetConfig
@@ -15,7 +15,7 @@ from mlora.data.label_formats import LabelRules
 from mlora.errors import RunError
 from mlora.model.labels import MULTI_LABEL, REGRESSION, add_labels, check_labels, problem_of
 from mlora.model.task_heads import why_not_started
-from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
+from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of, task_heads, task_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -44,7 +44,8 @@ def label_rules(
 ) -> LabelRules | None:
     """Returns how an adapter's labels are read; None if it predicts tokens. Gives `lora` what it found.
 
-    Names and lists are found in the training data; the names of a head in ``init_from`` are kept.
+    Names are those of ``label_names`` or of a head in ``init_from``, else they are found in the training
+    data, as lists are.
 
     Args:
         lora: the adapter's config, or that of its ``init_from``.
@@ -67,7 +68,7 @@ def label_rules(
     if classifies and adapter.init_from and "num_labels" not in labels_of(lora):
         heads = " or ".join(task_heads(lora))
         raise RunError(f"init_from: {adapter.init_from} holds no head ({heads}) among its weights")
-    asked = {"num_labels": adapter.num_labels, "problem_type": adapter.problem_type}
+    asked = {key: getattr(adapter, key) for key in LABEL_FIELDS}
     try:
         add_labels(lora, asked, lora if adapter.init_from else None)
     except ValueError as error:
@@ -100,16 +101,17 @@ def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path, find: Finds) ->
         return LabelRules(task, "", 2)
     found = find(path, task)
     lists = task == "SEQ_CLS" and isinstance(found.first, list)
-    if lists and own.get("problem_type") is None and own.get("num_labels") != 1:
+    if lists and own.get("problem_type") is None and problem_of(lora) != REGRESSION:
         own["problem_type"] = MULTI_LABEL
     problem = problem_of(lora)
     if task == "SEQ_CLS":
         own["problem_type"] = problem
-    where, names = "", tuple[str, ...]()
+    where, names, listed = "", tuple[str, ...](), "label_names" in labels_of(lora)
     if found.is_text and problem != REGRESSION:
-        names = _names(adapter, path, found, labels_of(lora))
+        names = tuple(own["label_names"]) if listed else _names(adapter, path, found, own.get("num_labels"))
         own |= {"num_labels": len(names), "label_names": list(names)}
-        where = f" in {path}, {names[0]!r}" if len(names) == 1 else ""
+        if len(names) == 1 and not listed:
+            where = f" in {path}, {names[0]!r}; list all of them in label_names"
     if found.first is None and own.get("num_labels") is None:
         own["num_labels"] = 2  # whoever reads the lines tells what they lack
     try:
@@ -118,21 +120,19 @@ def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path, find: Finds) ->
         raise RunError(f"{error}{where}") from error
     count = int(own["num_labels"])
     flags = not names and problem == MULTI_LABEL and found.are_flags(count)
-    return LabelRules(task, problem, count, names, flags)
+    return LabelRules(task, problem, count, names, flags, listed)
 
 
-def _names(
-    adapter: AdapterConfig, path: Path, found: FoundLabels, known: Mapping[str, Any]
-) -> tuple[str, ...]:
-    """Returns the names of the labels in the order of their ids."""
+def _names(adapter: AdapterConfig, path: Path, found: FoundLabels, count: int | None) -> tuple[str, ...]:
+    """Returns the names of the labels in the training data, in the order of their ids."""
     if adapter.init_from is not None:
-        if "label_names" not in known:
-            raise RunError(
-                f"init_from: {adapter.init_from} has no labels.json with the names of its labels; write "
-                f"numbers as labels in {path}"
-            )
-        return tuple(known["label_names"])
-    count = known.get("num_labels")
+        raise RunError(
+            f"init_from: {adapter.init_from} has no labels.json with the names of its labels; give them in "
+            f"label_names, in the order of its head, or write numbers as labels in {path}"
+        )
     if count not in (None, len(found.names)):
-        raise RunError(f"num_labels: is {count}, but {path} has {len(found.names)} labels; leave it out")
+        raise RunError(
+            f"num_labels: is {count}, but {path} has {len(found.names)} labels; leave it out, or list all of "
+            "them in label_names"
+        )
     return found.names

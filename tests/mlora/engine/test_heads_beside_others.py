@@ -129,12 +129,19 @@ def test_labels_of_a_folder_are_kept(tmp_path: Path) -> None:
     for lora in (None, classifier):
         with pytest.raises(ValueError, match="num_labels: is 4, but that of the head in init_from is 3"):
             engine.create_adapter("c", lora, OPTIM, init_from=tmp_path, num_labels=4)
+    engine.create_adapter("d", classifier, OPTIM, init_from=tmp_path, label_names=["x", "y", "z"])
+    engine.save("d", tmp_path / "d")
+    labels = json.loads((tmp_path / "d" / "labels.json").read_text())
+    assert labels == {"problem_type": several, "id2label": {"0": "x", "1": "y", "2": "z"}}
+    engine.create_adapter("e", None, OPTIM, init_from=tmp_path / "d", label_names=["x", "y", "z"])
+    with pytest.raises(ValueError, match="adapter 'c': label_names: has 2 names, but num_labels is 3"):
+        engine.create_adapter("c", None, OPTIM, init_from=tmp_path, label_names=["x", "y"])
     (tmp_path / "labels.json").write_text('{"problem_type": "regression"}')
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"task_type": "TOKEN_CLS"}))
     with pytest.raises(ValueError, match="adapter 'c': problem_type: task_type TOKEN_CLS has no regression"):
         engine.load("c", tmp_path, OPTIM)
-    assert engine.adapters == ["a", "b"]
+    assert engine.adapters == ["a", "b", "d", "e"]
 
 
 def test_next_tokens_of_heads_that_predict_no_single_label_are_refused() -> None:
