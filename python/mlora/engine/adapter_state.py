@@ -106,6 +106,7 @@ class AdapterState:
         update: what the stages must do just before the adapter's next forward.
         under_way: micro-batches in the pipeline, evaluations included.
         ending: whether the last micro-batch of its accumulation is among them.
+        fault: why its optimizer failed on a stage; empty if it did not.
     """
 
     replica: int
@@ -122,6 +123,7 @@ class AdapterState:
     update: Update | None = None
     under_way: int = 0
     ending: bool = False
+    fault: str = ""
 
     def entered(self, rows: int, units: int) -> None:
         """Counts a micro-batch that has entered the pipeline."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -22,6 +24,7 @@ from mlora.objectives.label_losses import LabelObjective, SingleLabel
 from mlora.objectives.objective import CrossEntropy, Objective
 from mlora.objectives.options import START
 from mlora.objectives.registry import CROSS_ENTROPY
+from mlora.optim.optimizer import OptimizerError
 from mlora.optim.step_rule import Update
 from mlora.pipeline.order import ALONE, RoundPosition
 
@@ -193,6 +196,8 @@ class Batcher:
 
         Raises:
             ValueError: if the batch is not under way, as after an error in one that started before it.
+            OptimizerError: if an adapter's optimizer failed on a stage, which made the step just before the
+                batch. Remove the adapter then.
             Exception: as `forward_backward`.
         """
         results: dict[str, BatchResult] = {}
@@ -201,6 +206,7 @@ class Batcher:
                 stack.callback(self._take_back, future, future.parts[place:])
                 notes, losses = self._leave(batch, number)
                 stack.pop_all()
+            self._note_failures(note["failed"] for note in notes)
             if notes and all("memory" in note for note in notes):
                 phases = tuple(tuple(note["memory"]) for note in notes)
                 future.measured.append(MemorySample(batch.all_lengths, phases))
@@ -217,11 +223,50 @@ class Batcher:
             after = self.memory_after if self._states.idle else ()
             self._admission.passed(future.measured, self.peak_memory, after)
             self._admission.left(id(future))
+        failed = [name for name in results if self._states[name].fault]
+        for name in failed:
+            reason = self._states[name].fault.partition(": ")[2]
+            results[name] = replace(results[name], loss_sum=math.nan, fault=reason)
         for name in (name for name, result in results.items() if result.fault):
             self._states[name].leave(Update())
+        if raises and failed:
+            raise OptimizerError(self._states[failed[0]].fault)
         if raises:
             _raise_faults(results)
         return results
+
+    def settle(self, names: Sequence[str]) -> dict[str, str]:
+        """Makes the stages apply the steps that were decided; with one stage they have been.
+
+        Over several stages, each stage else makes a step just before the adapter's next forward.
+
+        Args:
+            names: of adapters.
+
+        Returns:
+            Why optimizers failed, by adapter. Remove these adapters: some of their weights may have changed.
+
+        Raises:
+            ValueError: if a name is unknown.
+        """
+        replicas: dict[int, list[str]] = {}
+        for name in names:
+            replicas.setdefault(self._states.of(name).replica, []).append(name)
+        for replica, own in replicas.items():
+            updates = self._states.updates(own)
+            if updates:
+                self._note_failures(self._pipeline.control("update", {"updates": updates}, replica=replica))
+        return {name: self._states[name].fault for name in names if self._states[name].fault}
+
+    def _flush(self, *names: str) -> None:
+        """Makes the stages apply decided updates, if they have not; raises OptimizerError if one failed."""
+        for message in self.settle(names).values():
+            raise OptimizerError(message)
+
+    def _note_failures(self, of_stages: Iterable[Mapping[str, str]]) -> None:
+        """Notes which optimizers have failed; of several stages the first one counts."""
+        for name, message in (each for failed in of_stages for each in failed.items()):
+            self._states[name].fault = self._states[name].fault or message
 
     def _take_back(self, future: BatchFuture, parts: _Parts) -> None:
         if self._admission is not None:
@@ -412,6 +457,8 @@ class Batcher:
         """
         if not batch.rows.numel():
             return None
+        if not train:  # no stage answers such a micro-batch but the last
+            self._flush(*batch.all_owners)
         adapters = [name for name in batch.names if name != BASE]
         common: dict[str, Any] = {
             "rows": batch.description(),

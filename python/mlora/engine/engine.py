@@ -42,6 +42,7 @@ from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.optim.optim_config import OptimConfig
+from mlora.optim.optimizer import OptimizerError
 from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
@@ -529,10 +530,13 @@ class Engine(Batcher):
         Raises:
             ValueError: if there is no such adapter, a batch of it is under way, or it has accumulated no
                 trained token.
-            OptimizerError: with one stage, if the optimizer failed. Remove the adapter then: some of its
-                weights may have changed. Other adapters go on. With several stages, such an error ends all.
+            OptimizerError: if the optimizer failed. Remove the adapter then: some of its weights may have
+                changed. Other adapters go on. With several stages the adapter's next call or `finish` raises
+                it, or `settle` returns it.
         """
         adapter = self._states.at_rest(name)
+        if adapter.fault:
+            raise OptimizerError(adapter.fault)
         if adapter.units == 0:
             raise ValueError(f"adapter {name!r}: has no gradient; call forward_backward first")
         squares = adapter.squares
@@ -706,12 +710,6 @@ class Engine(Batcher):
         arguments = {"name": name, **(arguments or {})}
         replica = self._states.at_rest(name).replica
         return self._pipeline.control(verb, arguments, first_done=first_done, replica=replica)
-
-    def _flush(self, name: str) -> None:
-        """Makes the stages apply a decided update, if they have not."""
-        updates = self._states.updates([name])
-        if updates:
-            self._pipeline.control("update", {"updates": updates}, replica=self._states[name].replica)
 
 
 def _labelled(

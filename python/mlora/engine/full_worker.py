@@ -145,11 +145,12 @@ class FullWorker(StageWorker):
         if self._trace is not None:
             optimizer.adamw.on_span(self._trace.add_beside)
 
-    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
+    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Makes the task's update; what fails there, such as the disk, concerns the whole run."""
         for name, update in updates.items():
             self._optimizers[name].apply(Update(**update))
             self._changed(name)
+        return {}
 
     def remove(self, name: str) -> None:
         """Forgets the task; the weights stay as they are."""

@@ -65,6 +65,7 @@ class StageWorker(Hooks, nn.Module):
         self._objectives: dict[str, Objective] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._in_flight: dict[str, int] = {}
+        self._failed: dict[str, str] = {}  # why the optimizer failed, until the first stage is told
         self._statistics: dict[str, Statistics] = {}
         self._originals: dict[str, tuple[ReadWeight, ExitStack]] = {}
         self._latest: Sequence[str] = ()
@@ -105,13 +106,14 @@ class StageWorker(Hooks, nn.Module):
             self._current.mark()
 
     def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the squares of the complete gradients, and memory; see `Hooks.after_backward`."""
+        """Returns squares of complete gradients, failed optimizers and memory; see `Hooks.after_backward`."""
         names, memory = common["rows"]["names"], self._measured.pop(common.get("measure", -1), None)
         for name in names:
             self._in_flight[name] -= 1
         squares = {name: self._optimizers[name].squares() for name in common["ends"]}
         memory_now = {"peak_memory": self._peaks.read(), "used_memory": used_memory(self.device)}
-        note = {"squares": squares, **memory_now}
+        failed = {name: self._failed.pop(name) for name in common["updates"] if name in self._failed}
+        note = {"squares": squares, "failed": failed, **memory_now}
         if memory is not None:  # only the last stage has a loss between forward and backward
             forward, *loss, backward = memory.peaks
             note["memory"] = (forward, *(loss or [0]), backward)
@@ -262,15 +264,23 @@ class StageWorker(Hooks, nn.Module):
         mlora_ext.remove_adapter(self.base.model, name)
         del self._optimizers[name]
         self._in_flight.pop(name, None)
+        self._failed.pop(name, None)
 
-    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
-        """Makes each adapter's update; OptimizerError says whose failed and why."""
+    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Makes each adapter's update; returns why an optimizer failed, by adapter.
+
+        An error of a later stage would end all adapters.
+        """
+        failed: dict[str, str] = {}
         for name, update in updates.items():
             try:
                 with FailuresOf(name, self._optimizers[name]):
                     self._optimizers[name].apply(Update(**update))
+            except OptimizerError as error:
+                failed[name] = str(error)
             finally:
                 self._changed(name)
+        return failed
 
     def _state(self, name: str) -> dict[str, Any]:
         """Returns copies of an adapter's weights, gradients and moments on this stage, by their names."""
@@ -347,7 +357,7 @@ class StageWorker(Hooks, nn.Module):
             if there are any.
         """
         names = rows["names"]
-        self._update(updates)
+        self._failed |= self._update(updates)
         if measure is not None:
             self._measured[measure].restart([each for each in (received, silent) if each is not None])
         if torch.is_grad_enabled():

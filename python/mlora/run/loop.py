@@ -182,6 +182,7 @@ class TrainingLoop:
     def _go_on(self, iteration: int, *, stopping: bool) -> bool:
         """Does what is due at an iteration boundary and returns whether the run goes on."""
         save = self._rounds.save_due(iteration) or self._decisions.trial_ended()
+        self._settle(self._table.admitted())
         iteration = self._decide(iteration, stopping=stopping)
         going_on = bool(self._table.members()) and not stopping
         if going_on:
@@ -220,6 +221,8 @@ class TrainingLoop:
         results = self._engine.finish(future, raises=False)
         self._table.passed(future.measured)
         stepped = [task for task in group.batched if self._take(task, results[task.name])]
+        self._settle([t for t in stepped if t.progress.step >= t.total_steps or self._evaluation_due(t)])
+        stepped = [task for task in stepped if task.progress.state == "running"]
         self._evaluate([task for task in stepped if self._evaluation_due(task)])
         for task in stepped:
             if task.progress.state == "running" and task.progress.step >= task.total_steps:
@@ -279,6 +282,13 @@ class TrainingLoop:
         self._metrics.write(**record)
         self._reporter.step(task, record)
         return True
+
+    def _settle(self, tasks: Sequence[Task]) -> None:
+        """Lets the stages make the steps that were decided, and ends tasks whose optimizers fail."""
+        failed = self._engine.settle([task.name for task in tasks if task.progress.state == "running"])
+        for task in tasks:
+            if task.name in failed:
+                self._end(task, "stopped", failed[task.name].partition(": ")[2])
 
     def _evaluation_due(self, task: Task) -> bool:
         steps = task.every(task.config.eval_steps)
