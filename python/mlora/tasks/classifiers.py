@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlora.config.run_config import AdapterConfig
 from mlora.config.sections import OF_TASKS, DatasetConfig
+from mlora.data.dataset import read_lines
 from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
 from mlora.errors import RunError
@@ -29,10 +29,9 @@ def needs_no_tokenizer(dataset: DatasetConfig) -> bool:
     if dataset.format not in _TEXTS:
         return dataset.format == "tokens"
     try:
-        with open(Path(dataset.path), encoding="utf-8") as file:
-            lines = [line for line in itertools.islice(file, 10) if line.strip()]
-        return not any(_TEXTS[dataset.format] in json.loads(line) for line in lines)
-    except (OSError, ValueError, TypeError):
+        lines = itertools.islice(read_lines(Path(dataset.path)), 10)
+        return not any(_TEXTS[dataset.format] in fields for _, fields in lines)
+    except RunError:
         return True  # told by whoever reads the file
 
 

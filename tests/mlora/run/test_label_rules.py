@@ -13,7 +13,7 @@ from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
 from mlora.errors import RunError
 from mlora.model.base_info import BaseInfo
-from mlora.tasks.classifiers import label_rules
+from mlora.tasks.classifiers import label_rules, needs_no_tokenizer
 from mlora.tasks.task import TaskBuilder
 from peft import LoraConfig
 from tiny_run import write_jsonl
@@ -155,3 +155,34 @@ def test_adapters_of_one_file_share_what_was_found(
     tasks = [builder.build(adapter) for adapter in config.adapters]
     assert asked == [path]
     assert [labels_of(task.lora)["label_names"] for task in tasks if task.lora] == [["x", "y"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "without"),
+    [
+        (b'\xef\xbb\xbf{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n', False),
+        (b"\n" * 12 + b'{"text": "a", "label": 0}\n', False),
+        (b'{"text": "a", "label": 0}\n\xff\n', False),
+        (b'\xef\xbb\xbf{"input_ids": [5], "label": 0}\n', True),
+        (b"{\n", True),
+    ],
+)
+def test_lines_that_need_no_tokenizer(tmp_path: Path, lines: bytes, without: bool) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(lines)
+    dataset = DatasetConfig(name="lines", path=str(path), format="classification")
+    assert needs_no_tokenizer(dataset) is without
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tiny_base: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "mood.jsonl", [{"text": "ab", "label": "x"}, {"text": "c", "label": "y"}])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    data = {
+        "base_model": str(tiny_base),
+        "output_dir": "run",
+        "datasets": [{"name": "mood", "path": str(path), "format": "classification"}],
+        "adapters": [{"name": "a", "dataset": "mood", "lora": {"task_type": "SEQ_CLS"}}],
+    }
+    config = resolve_config(data, folder=tmp_path)
+    task = TaskBuilder(config, BaseInfo(config.base_model)).build(config.adapters[0])
+    assert [len(sample.input_ids) for sample in task.data.samples] == [2, 1]
