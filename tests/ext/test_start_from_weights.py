@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import mlora_ext as mx
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
+from mlora_ext.frozen.quantized.gptq import GptqWeight
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROUGH = 0.25
@@ -200,6 +201,54 @@ def test_a_plain_base_is_refused() -> None:
         rounded(llama(), own=loftq(target_modules=["lm_head"]))
 
 
+class Packed(nn.Module):
+    """W in 2 bits, as gptqmodel's layers hold it: each row rounded from its least number on."""
+
+    bits = 2
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        groups = weight.unsqueeze(1)
+        least, most = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+        self.scales = ((most - least) / 3).t()
+        zeros = (-least / self.scales.t()).round()
+        numbers = (groups / self.scales.t().unsqueeze(2)).round() + zeros.unsqueeze(2)
+        self.qweight = self.words(numbers.clamp(0, 3).reshape(weight.shape)).t()
+        self.qzeros = self.words(zeros.t())
+
+    def words(self, numbers: Tensor) -> Tensor:
+        """Sixteen numbers of 2 bits in each word of 32 bits."""
+        parts = numbers.long().view(len(numbers), -1, 16) << (2 * torch.arange(16))
+        return parts.sum(2).to(torch.int32)
+
+
+def test_originals_of_a_base_of_2_bits(tmp_path: Path) -> None:
+    """Rounding to 2 bits changes W by more than 4 bits could."""
+    base = llama()
+    with torch.no_grad():
+        for key, parameter in base.named_parameters():
+            if key.endswith("_proj.weight"):
+                parameter[:, 0] = 5 * parameter.std()  # large numbers make the steps of their rows large
+                parameter[:, 1] = -parameter[:, 0]
+    base.save_pretrained(tmp_path)
+    model = mx.convert_model(copy.deepcopy(base), {}, every_linear=True)
+    mx.set_frozen_weights(model, lambda layer: GptqWeight(layer, Packed(layer.frozen.dense()), torch.float32))
+    model.mlora_router.frozen_kind = None
+    mx.add_adapter(model, "own", loftq(lora_alpha=3))
+    mx.initialise_from_weights(model, "own", tmp_path)
+    own, weights, lost = values(model), base.state_dict(), list[float]()
+    for key in own:
+        if "lora_A" in key:
+            layer = key.partition(".lora_A")[0]
+            weight, rounded = weights[f"{layer}.weight"], model.get_submodule(layer).frozen.dense()
+            error = weight - rounded
+            lost.append(float(error.norm() / rounded.norm()))
+            left = error - own[key.replace("lora_A", "lora_B")] @ own[key]
+            assert left.norm() == pytest.approx(torch.linalg.svdvals(error)[3:].norm().item(), rel=1e-4)
+    assert min(lost) > QuantizedWeight.most_lost
+
+
 def test_weights_of_another_size_in_number(tmp_path: Path) -> None:
     """Zeros, and half of the weights, are no originals of what was quantised."""
     for factor in (0.0, 0.5):
@@ -210,7 +259,10 @@ def test_weights_of_another_size_in_number(tmp_path: Path) -> None:
                 parameter.mul_(factor)
         other.save_pretrained(tmp_path / "other")
         model = rounded(base, own=loftq())
-        with pytest.raises(ValueError, match="is not the one that was quantised"):
+        weight = base.model.layers[0].self_attn.q_proj.weight.detach()
+        found = model.model.layers[0].self_attn.q_proj.frozen.dense()
+        lost = float((factor * weight - found).norm() / found.norm())
+        with pytest.raises(ValueError, match=rf"not the one that was quantised: .* by {lost:.0%} of its"):
             mx.initialise_from_weights(model, "own", tmp_path / "other")
 
 
@@ -226,13 +278,13 @@ def test_files_that_hold_no_original(tmp_path: Path) -> None:
         ),
         "other": (
             weights | {key: torch.randn(48, 32)},
-            r"\[48, 32\], is not the one that was quantised, \[48",
+            r"the numbers differ by [1-9]\d\d\d?% of its norm, and its quantisation explains 45% at most; gi",
         ),
         "shape": (
             weights | {key: torch.randn(32, 32)},
-            r"\[32, 32\], is not the one that was quantised, \[48",
+            r"has the shape \[32, 32\], and the quantised one \[48, 32\]; give the original",
         ),
-        "nan": (weights | {key: weights[key] * float("nan")}, "is not the one that was quantised"),
+        "nan": (weights | {key: weights[key] * float("nan")}, "contains NaN or infinity"),
         "int8": (weights | {key: weights[key].to(torch.int8)}, r"in the files is quantised \(int8\)"),
     }
     for name, (tensors, message) in wrong.items():

@@ -30,10 +30,12 @@ class QuantizedWeight(FrozenWeight):
     Attributes:
         compute_dtype: dtype of the products; None: that of x. Results have the dtype of x.
         row_step: blocks begin at multiples of this row.
+        most_lost: the most that quantisation changes W, as the norm of the difference relative to W.
     """
 
     compute_dtype: torch.dtype | None = None
     row_step: int = 1
+    most_lost: float = 0.45
 
     @abstractmethod
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,20 +115,25 @@ def read_config(path: Path) -> LoraConfig:
 
 
 def _labels_of(path: Path, config: LoraConfig) -> int | None:
-    """Returns the number of labels of the head in a folder; None if its task has no linear head."""
+    """Returns the number of labels of the head in a folder; None if its task or the folder has no head."""
+    keys = [f"{PREFIX}{head}.weight" for head in task_heads(config)]
+    if not keys or not any((path / name).is_file() for name in (WEIGHTS, OLD_WEIGHTS)):
+        return None
+    shapes = _shapes(path, keys)
+    return next((shapes[key][0] for key in keys if key in shapes), None)
+
+
+def _shapes(path: Path, keys: Sequence[str]) -> dict[str, Sequence[int]]:
+    """Returns the shapes of those of some tensors that a folder holds, by their keys."""
     from safetensors import SafetensorError, safe_open
 
-    if not task_heads(config) or not (path / WEIGHTS).is_file():
-        return None
+    if not (path / WEIGHTS).is_file():
+        return {key: tensor.shape for key, tensor in _stored(path).items() if key in keys}
     try:
         with safe_open(path / WEIGHTS, "pt") as file:
-            for head in task_heads(config):
-                key = f"{PREFIX}{head}.weight"
-                if key in file.keys():  # noqa: SIM118  (a file, not a dict)
-                    return int(file.get_slice(key).get_shape()[0])
-    except SafetensorError:
-        return None  # told by whoever reads the weights
-    return None
+            return {key: file.get_slice(key).get_shape() for key in file.keys() if key in keys}  # noqa: SIM118
+    except SafetensorError as error:
+        raise _unreadable(path, error) from error
 
 
 def _read_weights(
@@ -179,10 +184,14 @@ def _stored(path: Path) -> dict[str, Tensor]:
             found: dict[str, Tensor] = load_file(str(path / WEIGHTS))
             return found
         except SafetensorError as error:
-            raise ValueError(f"folder: {path / WEIGHTS} cannot be read: {error}") from error
+            raise _unreadable(path, error) from error
     if (path / OLD_WEIGHTS).is_file():
         return _unpickled(path / OLD_WEIGHTS)
     raise ValueError(f"folder: {path} has neither {WEIGHTS} nor {OLD_WEIGHTS}")
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    return ValueError(f"folder: {path / WEIGHTS} cannot be read: {error}")
 
 
 def _unpickled(path: Path) -> dict[str, Any]:

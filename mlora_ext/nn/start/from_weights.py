@@ -70,25 +70,24 @@ def start_from_weights(model: nn.Module, name: str, read: ReadWeight, only: str 
 
     Raises ValueError, naming the layer, if its original weight is missing or is that of another model.
     """
-    found = 0
-    for key, layer in adapter_layers(model, name).items():
-        if only not in (None, key) or not isinstance(layer, MultiLoRALinear) or not is_quantized(layer):
-            continue
-        own = layer.parameters_of(name)
-        if own["lora_A"].is_meta:
-            continue
+    layers = {key: layer for key, layer in layers_of(model, name).items() if only in (None, key)}
+    for key, layer in layers.items():
         try:
-            set_values(own, _nearest(read(key), layer, layer.specs[name]))
+            set_values(layer.parameters_of(name), _nearest(read(key), layer, layer.specs[name]))
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: layer {key}: {error}") from error
-        found += 1
     router_of(model).adapters[name].awaits_start = False
-    return found
+    return len(layers)
 
 
-_MOST_LOST = 0.4
-"""The most that a quantisation changes W, relative to W_q: fp4 changed normal numbers by 0.12
-and those of Student's t (3 degrees) by 0.19. A model that was tuned from the right one is not noticed."""
+def layers_of(model: nn.Module, name: str) -> dict[str, MultiLoRALinear]:
+    """Returns the layers of an adapter that are quantised and in this process, by their names."""
+    return {
+        key: layer
+        for key, layer in adapter_layers(model, name).items()
+        if isinstance(layer, MultiLoRALinear) and is_quantized(layer)
+        if not layer.parameters_of(name)["lora_A"].is_meta
+    }
 
 
 @torch.no_grad()
@@ -124,10 +123,19 @@ def _residual(original: Tensor, layer: Any) -> Tensor:
     given = original.to(quantised_OD.device, torch.float32)
     shape = quantised_OD.shape
     found = [way - quantised_OD for way in (given, given.t()) if way.shape == shape]
-    residual = min(found, key=lambda one: float(one.norm()), default=None)
-    if residual is None or not residual.norm() <= _MOST_LOST * quantised_OD.norm():
+    if not found:
         raise ValueError(
-            f"its weight in the files, {list(original.shape)}, is not the one that was quantised, "
+            f"its weight in the files has the shape {list(original.shape)}, and the quantised one "
             f"{list(shape)}; give the original model's folder"
+        )
+    residual = min(found, key=lambda one: float(one.norm()))
+    if not residual.isfinite().all():
+        raise ValueError("its weight in the files contains NaN or infinity; give the original model's folder")
+    lost = float(residual.norm() / quantised_OD.norm())
+    if lost > layer.frozen.most_lost:
+        raise ValueError(
+            f"its weight in the files is not the one that was quantised: the numbers differ by {lost:.0%} "
+            f"of its norm, and its quantisation explains {layer.frozen.most_lost:.0%} at most; give the "
+            "original model's folder"
         )
     return residual

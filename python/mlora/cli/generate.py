@@ -82,6 +82,7 @@ def generate(
         classifiers, unserved = _by_answer(wanted)
         chosen = _served(chosen, unserved, wanted, asked=adapter or [])
         wanted = {name: folder for name, folder in wanted.items() if name in chosen}
+        _check_prompts(tokens, base.max_positions, completed=any(name not in classifiers for name in chosen))
         with _enough_memory(f"loading {base.name}", "--bf16 takes half the memory"):
             engine = _load(base, wanted, bf16, device, None if base_model else quantization)
         torch.manual_seed(seed)
@@ -148,9 +149,10 @@ def _answers(
         GenerationRequest(name, prompts[index], _budget(prompts[index], max_new_tokens, base.max_positions))
         for name, index in completed
     ]
-    tokenizer = base.tokenizer()
+    tokenizer, outputs = base.tokenizer(), list[tuple[int, ...]]()
     try:
-        outputs = complete(engine.model, requests, end_token=end_token(tokenizer), draw=draw)
+        if requests:
+            outputs = complete(engine.model, requests, end_token=end_token(tokenizer), draw=draw)
         labels = _labels(engine, classifiers, prompts)
     except ValueError as error:
         raise RunError(str(error)) from error
@@ -250,7 +252,7 @@ def _by_answer(
     The former with the labels' names, if they have any; the latter with why not, and the end of the name of
     the class `AutoModelFor...` that serves them.
     """
-    from mlora.model.task_heads import label_objective
+    from mlora.model.labels import label_objective
     from mlora_ext.adapters.trained_parts import labels_of, task_of
     from mlora_ext.nn.interop.read_folder import read_config
 
@@ -288,14 +290,23 @@ def _labels(
     return found
 
 
+def _check_prompts(prompts: Sequence[Sequence[int]], positions: int | None, *, completed: bool) -> None:
+    """Raises RunError for prompts that are empty, or too long for the base model.
+
+    `completed`: an adapter continues them; else all adapters only read them.
+    """
+    answer = " with the answer" if completed else ""
+    for prompt in prompts:
+        if not prompt:
+            raise RunError("a prompt has no tokens; give at least one")
+        if positions is not None and len(prompt) + completed > positions:
+            raise RunError(
+                f"a prompt has {len(prompt)} tokens, but the base model takes at most {positions}{answer}"
+            )
+
+
 def _budget(prompt: Sequence[int], wanted: int, positions: int | None) -> int:
-    if positions is None:
-        return wanted
-    if len(prompt) >= positions:
-        raise RunError(
-            f"a prompt has {len(prompt)} tokens, but the base model takes at most {positions} with the answer"
-        )
-    return min(wanted, positions - len(prompt))
+    return wanted if positions is None else min(wanted, positions - len(prompt))
 
 
 def _load(

@@ -150,6 +150,7 @@ class AdapterConfig(TrainingFields):
     problem_type: (
         Literal["regression", "single_label_classification", "multi_label_classification"] | None
     ) = None
+    label_names: list[str] | None = None
     priority: int = Field(default=0, ge=-MOST, le=MOST)
 
     @property

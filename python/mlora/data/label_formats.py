@@ -36,6 +36,7 @@ class LabelRules:
         count: the number of labels.
         names: what the labels are called, in the order of their ids; empty: lines have numbers.
         flags: whether a list holds 0 or 1 for each label; else it holds the sample's labels.
+        listed: whether the config or a trained head names the labels; else the training data does.
     """
 
     task: str
@@ -43,6 +44,7 @@ class LabelRules:
     count: int
     names: tuple[str, ...] = ()
     flags: bool = False
+    listed: bool = False
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -183,7 +185,10 @@ def _id(given: Any, rules: LabelRules, what: str) -> int:
         if isinstance(given, str) and given in rules.ids:
             return rules.ids[given]
         known = ", ".join(rules.names[:_SHOWN]) + (", ..." if len(rules.names) > _SHOWN else "")
-        raise FormatError(f"{what}: expected one of the known labels ({known}), got {given!r}")
+        hint = "; these are the training data's: list all labels in label_names"
+        if rules.listed or not isinstance(given, str):
+            hint = ""
+        raise FormatError(f"{what}: expected one of the known labels ({known}), got {given!r}{hint}")
     if type(given) is not int:
         hint = "; a regression has num_labels: 1" if type(given) is float else ""
         raise FormatError(f"{what} must be a whole number, got {given!r}{hint}")

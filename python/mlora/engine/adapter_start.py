@@ -22,16 +22,23 @@ if TYPE_CHECKING:
 def start_from_weights(engine: Any, name: str, source: str) -> None:
     """Gives an adapter of LoftQ its initial values: each stage reads the weights of its own layers.
 
-    Raises ValueError if the source lacks a weight or holds another one, or no layer is quantised.
+    Raises ValueError if the source lacks a weight or holds another one, or no layer is quantised. The adapter
+    has to be removed then, which also closes the source.
     """
-    answers = []
-    for layer in adapter_layers(engine.registry, name):  # one at a time: a large one takes a minute
-        answers += engine._control("start_from_weights", name, {"source": source, "layer": layer})
-    faults = [answer["fault"] for answer in answers if "fault" in answer]
-    if not faults and not any(answer["layers"] for answer in answers):
-        faults = [no_quantized_layer(name)]
-    if faults:
-        raise ValueError(faults[0])
+
+    def ask(verb: str, **arguments: str) -> int:
+        answers = engine._control(verb, name, arguments)
+        for answer in answers:
+            if "fault" in answer:
+                raise ValueError(answer["fault"])
+        return sum(answer["layers"] for answer in answers)
+
+    if ask("open_originals", source=source) == 0:
+        raise ValueError(no_quantized_layer(name))
+    for layer in adapter_layers(engine.registry, name):
+        # one at a time: a large one takes a minute, and the watchdog ends processes that seem to hang
+        ask("start_from_weights", layer=layer)
+    ask("close_originals")
 
 
 def start_from_data(

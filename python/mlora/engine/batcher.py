@@ -21,7 +21,7 @@ from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
 from mlora.engine.stage_group import StageGroup
 from mlora.memory.estimate import MemorySample
 from mlora.objectives.custom import FailuresOfLoss, LossError
-from mlora.objectives.label_losses import LabelObjective
+from mlora.objectives.label_losses import LabelObjective, SingleLabel
 from mlora.objectives.objective import CrossEntropy, Objective
 from mlora.objectives.options import START
 from mlora.objectives.registry import CROSS_ENTROPY
@@ -344,17 +344,28 @@ class Batcher:
             self._states[name].under_way += more
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
-        """Returns the most likely next token of sequences, or the label of a classifier, without dropout.
+        """Returns the most likely next token of sequences, or a classifier's label, without dropout.
+
+        An adapter of SEQ_CLS or TOKEN_CLS that predicts one of several labels gives the id of the label of
+        each sequence's last token.
 
         Args:
             batches: token ids by adapter name; None or `__base__` is the base model alone.
 
         Returns:
-            One token per sequence, by name.
+            One token, or label, per sequence, by name.
 
         Raises:
-            ValueError: if a name is unknown, or a sequence is empty.
+            ValueError: if a name is unknown, a sequence is empty, or an adapter predicts numbers, several
+                labels at once, or answers.
         """
+        for owner in batches:
+            objective = None if owner in (None, BASE) else self._states.of(str(owner)).objective
+            if isinstance(objective, LabelObjective) and not isinstance(objective, SingleLabel):
+                raise ValueError(
+                    f"adapter {owner!r}: its head predicts neither a token nor one label; save it, and load "
+                    "its folder with PEFT"
+                )
         found: dict[str, list[int]] = {}
         samples = {
             name: [Sample(tuple(ids), tuple(ids)) for ids in prompts] for name, prompts in batches.items()

@@ -26,10 +26,11 @@ from mlora.engine.tied_rows import rows_to_pass
 from mlora.memory.memory_model import SilentRows
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
+from mlora.model.labels import label_objective
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.model.quantization import prepare_skeleton, quantizer_of
 from mlora.model.quantized_shapes import ShapedWeight, put_shapes, shapes_of_model, shapes_of_skeleton
-from mlora.model.task_heads import label_objective, prepare_head, stages_apart
+from mlora.model.task_heads import prepare_head, stages_apart
 from mlora.objectives.custom import CustomLoss
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of

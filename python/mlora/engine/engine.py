@@ -33,8 +33,8 @@ from mlora.engine.put_adapter import plain_lora, put_adapter
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
 from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
+from mlora.model.labels import add_labels, check_labels, label_objective
 from mlora.model.pretrained import skeleton
-from mlora.model.task_heads import label_objective
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import START, ObjectiveError
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of, pinned
@@ -50,7 +50,6 @@ from mlora.pipeline.trace import Entry
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
 from mlora_ext.frozen.base_gemm import base_gemm_of
 from mlora_ext.nn.adapter_weights import neutral_names
-from mlora_ext.nn.interop.label_files import PROBLEMS
 from mlora_ext.nn.interop.read_folder import adapter_weights, read_config
 from mlora_ext.nn.routing.router import router_of
 
@@ -338,6 +337,7 @@ class Engine(Batcher):
         start_weights: str | os.PathLike[str] | None = None,
         num_labels: int | None = None,
         problem_type: str | None = None,
+        label_names: Sequence[str] | None = None,
     ) -> None:
         """Puts a new adapter on the base; others may be under way.
 
@@ -352,9 +352,12 @@ class Engine(Batcher):
             seed: of initial weights and dropout, together with the name; default: the engine's.
             replica: the index of the pipeline that trains it.
             num_labels: of a classifier (`task_type` SEQ_CLS or TOKEN_CLS), which trains on
-                `mlora.data.record.LabelledSample`; QUESTION_ANS needs none and takes `AnswerSample`.
+                `mlora.data.record.LabelledSample`; default: those of the head in `init_from`. QUESTION_ANS
+                has none and takes `AnswerSample`.
             problem_type: of SEQ_CLS, as Transformers has it: `single_label_classification`, `regression`
                 (the default if `num_labels` is 1) or `multi_label_classification`.
+            label_names: of a classifier: what its labels are called, in the order of their ids. `save` writes
+                them; `num_labels` is their number by default.
             start_batches: micro-batches of its samples for an `init_lora_weights` of `lora` that looks at
                 data (eva, corda, lora_ga). The base runs on them; CorDA takes each sample alone. Without
                 them, such an adapter needs `load_state_dict` before it is used.
@@ -365,8 +368,8 @@ class Engine(Batcher):
         Raises:
             MemoryLimitError: if its states do not fit into `memory_limit`.
             ValueError: if the name is taken, a config is not supported, targets match nothing, the folder
-                does not fit, the optimizer does not serve the device or the adapter, or initial values cannot
-                be computed from `start_batches` or `start_weights`.
+                does not fit, labels do not fit its task, the optimizer does not serve the device or the
+                adapter, or initial values cannot be computed from `start_batches` or `start_weights`.
         """
         if name in self._states:
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
@@ -379,14 +382,9 @@ class Engine(Batcher):
             )
         if lora is None and init_from is None:
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
-        if problem_type not in (None, *PROBLEMS):
-            raise ValueError(f"problem_type: expected one of {', '.join(PROBLEMS)}, got {problem_type!r}")
-        given = {"num_labels": num_labels, "problem_type": problem_type}
-        if lora is None and any(given.values()):
-            lora = read_config(Path(os.fspath(init_from or "")))
-        if lora is not None:
-            lora = copy.copy(lora)
-            lora.__dict__.update({key: value for key, value in given.items() if value is not None})
+        labels: dict[str, Any] = {"num_labels": num_labels, "problem_type": problem_type}
+        labels["label_names"] = None if label_names is None else list(label_names)
+        lora = _labelled(name, lora, init_from, labels)
         if not 0 <= replica < self.replicas:
             raise ValueError(f"replica: expected one below {self.replicas}, got {replica}")
         seed = self.seed if seed is None else seed
@@ -717,6 +715,25 @@ class Engine(Batcher):
         arguments = {"name": name, **(arguments or {})}
         replica = self._states.at_rest(name).replica
         return self._pipeline.control(verb, arguments, first_done=first_done, replica=replica)
+
+
+def _labelled(
+    name: str, lora: LoraConfig | None, init_from: str | os.PathLike[str] | None, given: Mapping[str, Any]
+) -> LoraConfig | None:
+    """Returns an adapter's config and labels; None: that of `init_from`. ValueError if they do not fit."""
+    stored = None if init_from is None else read_config(Path(os.fspath(init_from)))
+    if lora is None and any(value is not None for value in given.values()):
+        lora = stored
+    try:
+        if lora is not None:
+            lora = copy.copy(lora)
+            add_labels(lora, given, stored)
+        config = stored if lora is None else lora
+        if config is not None:
+            check_labels(config)
+    except ValueError as error:
+        raise ValueError(f"adapter {name!r}: {error}") from error
+    return lora
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:

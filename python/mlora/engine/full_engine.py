@@ -50,6 +50,7 @@ class FullEngine(Engine):
         start_weights: str | os.PathLike[str] | None = None,
         num_labels: int | None = None,
         problem_type: str | None = None,
+        label_names: Sequence[str] | None = None,
     ) -> None:
         """Begins the task that trains the model.
 
@@ -57,7 +58,7 @@ class FullEngine(Engine):
         """
         if self._states:
             raise ValueError(f"method: full trains one task at a time, and {next(iter(self._states))} is one")
-        adapters_own = (lora, init_from, start_batches, start_weights, num_labels, problem_type)
+        adapters_own = (lora, init_from, start_batches, start_weights, num_labels, problem_type, label_names)
         if any(given is not None for given in adapters_own):
             raise ValueError("method: full has no adapters; give none of their settings")
         made, spec = self._objective(name, objective)

@@ -20,7 +20,7 @@ from mlora.engine.memory_limit import RESERVED
 from mlora.errors import MemoryLimitError, is_out_of_memory
 from mlora.memory.estimate import MemorySample
 from mlora.memory.memory_model import SilentRows
-from mlora.model.task_heads import label_objective
+from mlora.model.labels import label_objective
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.registry import objective_of
 from mlora.optim.optim_config import OptimConfig

@@ -44,10 +44,10 @@ from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora.pipeline.trace import Trace
 from mlora_ext.frozen.base_gemm import set_base_gemm
-from mlora_ext.nn.adapter_weights import adapter_layers, neutral_names, scalings, write_weights, written_marks
+from mlora_ext.nn.adapter_weights import neutral_names, scalings, write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
-from mlora_ext.nn.start.from_weights import start_from_weights
+from mlora_ext.nn.start.from_weights import ReadWeight, layers_of, start_from_weights
 from mlora_ext.nn.start.statistics import Statistics, statistics_of
 
 
@@ -67,6 +67,7 @@ class StageWorker(Hooks, nn.Module):
         self._in_flight: dict[str, int] = {}
         self._failed: dict[str, str] = {}  # why the optimizer failed, until the first stage is told
         self._statistics: dict[str, Statistics] = {}
+        self._originals: dict[str, tuple[ReadWeight, ExitStack]] = {}
         self._latest: Sequence[str] = ()
         self._peaks = PeakMemory(device)
         self._measured: dict[int, WorkMemory] = {}
@@ -138,7 +139,9 @@ class StageWorker(Hooks, nn.Module):
             "load": self._load,
             "weights": lambda name: adapter_state(self.base.model, name),
             "start": self._start,
+            "open_originals": self._open_originals,
             "start_from_weights": self._start_from_weights,
+            "close_originals": self._close_originals,
             "base_gemm": lambda dtype, library: set_base_gemm({dtype: library}),
             "base_bytes": lambda: dataclasses.asdict(self.base.nbytes),
             "memory": lambda: used_memory(self.device),
@@ -228,22 +231,37 @@ class StageWorker(Hooks, nn.Module):
             return None
         return getattr(self._statistics[name], verb)(*arguments)
 
-    def _start_from_weights(self, name: str, source: str, layer: str) -> dict[str, Any]:
-        """Gives an adapter LoftQ's values in a layer if it is here; returns how many were, or what is wrong.
+    def _open_originals(self, name: str, source: str) -> dict[str, Any]:
+        """Opens the original weights of an adapter's layers that are here.
 
-        An error of a later stage would end all adapters.
+        Returns how many these are, or what is wrong: an error of a later stage would end all adapters.
         """
         model = self.base.model
+        layers = layers_of(model, name)
         try:
-            with ExitStack() as stack:
-                here = [layer] if layer in adapter_layers(model, name) else []
-                read = original_weights(model, source, here, stack)
-                return {"layers": start_from_weights(model, name, read, layer)}
+            with ExitStack() as unless_opened:
+                read = original_weights(model, source, layers, unless_opened)
+                self._originals[name] = read, unless_opened.pop_all()
+        except ValueError as error:
+            return {"fault": first_line(error)}
+        return {"layers": len(layers)}
+
+    def _start_from_weights(self, name: str, layer: str) -> dict[str, Any]:
+        """Gives an adapter LoftQ's values in a layer; returns 1 if it is here, else 0, or what is wrong."""
+        try:
+            return {"layers": start_from_weights(self.base.model, name, self._originals[name][0], layer)}
         except ValueError as error:
             return {"fault": first_line(error)}
 
+    def _close_originals(self, name: str) -> dict[str, Any]:
+        if name in self._originals:
+            _, stack = self._originals.pop(name)
+            stack.close()
+        return {"layers": 0}
+
     def remove(self, name: str) -> None:
         """Forgets an adapter."""
+        self._close_originals(name)
         mlora_ext.remove_adapter(self.base.model, name)
         del self._optimizers[name]
         self._in_flight.pop(name, None)

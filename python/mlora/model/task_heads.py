@@ -16,7 +16,6 @@ from mlora_ext.adapters.trained_parts import (
     TASK_HEAD_WITH_BIAS,
     TRAINED_ROWS,
     head_kind,
-    labels_of,
     task_heads,
     task_of,
 )
@@ -165,21 +164,6 @@ def own_heads(model: nn.Module, head: nn.Module, rule: LogitRule, names: Sequenc
 def label_adapters(model: nn.Module) -> set[str]:
     """Returns the names of the adapters whose heads predict labels, not tokens."""
     return {name for layer in _classifiers(model) for name in layer.specs}
-
-
-def label_objective(config: LoraConfig) -> dict[str, Any] | None:
-    """Returns the name and options of the loss of an adapter's labels; None if its head predicts tokens.
-
-    As in Transformers, a head of one label is that of a regression unless `problem_type` says otherwise.
-    """
-    if not task_heads(config):
-        return None
-    if task_of(config) == "QUESTION_ANS":
-        return {"name": "question_answering", "num_labels": 2}
-    known = labels_of(config)
-    labels = int(known["num_labels"])
-    kind = "regression" if labels == 1 and task_of(config) == "SEQ_CLS" else "single_label_classification"
-    return {"name": known.get("problem_type", kind), "num_labels": labels}
 
 
 def _classifiers(model: nn.Module) -> list[TaskHeads]:

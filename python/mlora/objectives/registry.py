@@ -186,8 +186,8 @@ def objective_of(spec: Any) -> Objective:
 
     Args:
         spec: a name, a mapping with the key `name` and options, an `Objective`, or a function for
-            `mlora.objectives.custom.CustomLoss`; or what `pinned` or
-            `mlora.model.task_heads.label_objective` returns.
+            `mlora.objectives.custom.CustomLoss`; or what `pinned` or `mlora.model.labels.label_objective`
+            returns.
 
     Raises:
         ObjectiveError: as `resolved`, or the digests of `pinned` are other ones here.

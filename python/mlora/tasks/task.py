@@ -199,8 +199,6 @@ class TaskBuilder:
             except ValueError as error:
                 raise RunError(f"lora: {first_line(error)}") from error
             check_originals(lora, self._config, self._base)
-        if lora is not None and adapter.num_labels is not None:
-            lora.__dict__["num_labels"] = adapter.num_labels
         read = lora
         if adapter.init_from is not None:
             try:

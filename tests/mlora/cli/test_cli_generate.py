@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import Run, only_line
+from mlora.engine.engine import Engine
+from mlora.optim.optim_config import OptimConfig
+from peft import LoraConfig
 from tiny_run import run_data, write_jsonl, write_run
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 
 def test_generate_is_what_peft_generates(run: Run, trained: Path, tiny_base: Path) -> None:
@@ -156,6 +164,34 @@ def test_a_classifier_predicts_its_label(run: Run, tiny_base: Path, tmp_path: Pa
         "AutoModelForTokenClassification"
     ]
     assert [line[:8] for line in others.stdout.splitlines()] == ["[second]"]
+
+
+def test_prompts_of_classifiers_alone(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    """They need no end token and no place for an answer, but tokens, and places for these."""
+    engine = Engine(tiny_base)
+    for name, task in (("labels", "SEQ_CLS"), ("text", None)):
+        lora = LoraConfig(r=2, target_modules=["q_proj"], task_type=task)
+        engine.create_adapter(name, lora, OptimConfig(total_steps=1), num_labels=3 if task else None)
+        engine.save(name, tmp_path / name)
+    base = shutil.copytree(tiny_base, tmp_path / "base")
+    PreTrainedTokenizerFast(
+        tokenizer_object=AutoTokenizer.from_pretrained(base).backend_tokenizer
+    ).save_pretrained(base)
+    (base / "special_tokens_map.json").unlink(missing_ok=True)
+    labels = ("generate", tmp_path / "labels", "--base-model", base)
+    ids = [97 - 32] * 64
+    expected = engine.next_tokens({"labels": [ids]})["labels"]
+    assert run(*labels, "-p", "a" * 64).stdout == f"[labels] {'a' * 64} | label {expected[0]}\n"
+    assert only_line(run(*labels, "-p", "a" * 65)) == (
+        "error: a prompt has 65 tokens, but the base model takes at most 64"
+    )
+    assert only_line(run(*labels, "-p", "a", "-p", "")) == "error: a prompt has no tokens; give at least one"
+    assert only_line(run("generate", tmp_path / "text", "--base-model", base, "-p", "a")) == (
+        "error: the base model's tokenizer has no end token (eos_token)"
+    )
+    assert only_line(run("generate", tmp_path / "text", "--base-model", tiny_base, "-p", "")) == (
+        "error: a prompt has no tokens; give at least one"
+    )
 
 
 def test_generate_where_there_is_no_such_device(run: Run, trained: Path) -> None:

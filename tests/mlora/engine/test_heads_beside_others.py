@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from mlora.data.record import LabelledSample, Sample
@@ -13,7 +17,7 @@ from tiny_models import make, samples
 import mlora_ext as mx
 
 OPTIM = OptimConfig(1e-2, total_steps=4)
-LORA = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
 
 
 def test_next_tokens_of_others_are_those_of_the_base_head() -> None:
@@ -74,3 +78,81 @@ def test_kinds_that_an_embedding_does_not_serve_change_nothing() -> None:
     ):
         mx.convert_model(model, {"a": LoraConfig(use_dora=True, target_modules=["embed_tokens", "q_proj"])})
     assert not any(isinstance(module, mx.MultiLoRALinear) for module in model.modules())
+
+
+HEADS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"num_labels": 7}, "num_labels: needs task_type SEQ_CLS or TOKEN_CLS"),
+    ({}, {"problem_type": "regression"}, "problem_type: needs task_type SEQ_CLS"),
+    ({"task_type": "QUESTION_ANS"}, {"num_labels": 5}, "num_labels: needs task_type SEQ_CLS or TOKEN_CLS"),
+    (
+        {"task_type": "TOKEN_CLS"},
+        {"num_labels": 3, "problem_type": "regression"},
+        "problem_type: needs task_type SEQ_CLS",
+    ),
+    ({"task_type": "SEQ_CLS"}, {"num_labels": 0}, "num_labels: expected a whole number of at least 1, got 0"),
+    (
+        {"task_type": "SEQ_CLS"},
+        {"num_labels": "3"},
+        "num_labels: expected a whole number of at least 1, got '3'",
+    ),
+    ({"task_type": "SEQ_CLS"}, {}, "num_labels: task_type SEQ_CLS needs the number of labels; 1 for a regr"),
+    (
+        {"task_type": "SEQ_CLS"},
+        {"num_labels": 1, "problem_type": "single_label_classification"},
+        "num_labels: task_type SEQ_CLS needs at least 2 labels, got 1",
+    ),
+    (
+        {"task_type": "TOKEN_CLS"},
+        {"num_labels": 1},
+        "num_labels: task_type TOKEN_CLS needs at least 2",
+    ),
+]
+
+
+def test_labels_that_a_task_does_not_have_are_refused() -> None:
+    engine = Engine(make("llama"))
+    for fields, labels, message in HEADS:
+        with pytest.raises(ValueError, match=f"^adapter 'x': {message}"):
+            engine.create_adapter("x", LoraConfig(**LORA, **fields), OPTIM, **labels)
+    assert engine.adapters == []
+
+
+def test_labels_of_a_folder_are_kept(tmp_path: Path) -> None:
+    engine, several = Engine(make("llama")), "multi_label_classification"
+    classifier = LoraConfig(**LORA, task_type="SEQ_CLS")
+    engine.create_adapter("a", classifier, OPTIM, num_labels=3, problem_type=several)
+    engine.save("a", tmp_path)
+    engine.create_adapter("b", classifier, OPTIM, init_from=tmp_path)
+    sample = LabelledSample.of_sequence((5, 6), 0, 1.0, 0.0, 1.0)
+    found = engine.evaluate({"a": [sample], "b": [sample]})
+    assert found["a"] == found["b"]
+    for lora in (None, classifier):
+        with pytest.raises(ValueError, match="num_labels: is 4, but that of the head in init_from is 3"):
+            engine.create_adapter("c", lora, OPTIM, init_from=tmp_path, num_labels=4)
+    engine.create_adapter("d", classifier, OPTIM, init_from=tmp_path, label_names=["x", "y", "z"])
+    engine.save("d", tmp_path / "d")
+    labels = json.loads((tmp_path / "d" / "labels.json").read_text())
+    assert labels == {"problem_type": several, "id2label": {"0": "x", "1": "y", "2": "z"}}
+    engine.create_adapter("e", None, OPTIM, init_from=tmp_path / "d", label_names=["x", "y", "z"])
+    with pytest.raises(ValueError, match="adapter 'c': label_names: has 2 names, but num_labels is 3"):
+        engine.create_adapter("c", None, OPTIM, init_from=tmp_path, label_names=["x", "y"])
+    (tmp_path / "labels.json").write_text('{"problem_type": "regression"}')
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"task_type": "TOKEN_CLS"}))
+    with pytest.raises(ValueError, match="adapter 'c': problem_type: task_type TOKEN_CLS has no regression"):
+        engine.load("c", tmp_path, OPTIM)
+    assert engine.adapters == ["a", "b", "d", "e"]
+
+
+def test_next_tokens_of_heads_that_predict_no_single_label_are_refused() -> None:
+    engine, prompts = Engine(make("llama"), seed=1), [[5, 6, 7], [8, 9]]
+    engine.create_adapter("tags", LoraConfig(**LORA, task_type="TOKEN_CLS"), OPTIM, num_labels=3)
+    engine.create_adapter("answers", LoraConfig(**LORA, task_type="QUESTION_ANS"), OPTIM)
+    engine.create_adapter("number", LoraConfig(**LORA, task_type="SEQ_CLS"), OPTIM, num_labels=1)
+    for label, prompt in zip(engine.next_tokens({"tags": prompts})["tags"], prompts, strict=True):
+        labels = [*[-100] * (len(prompt) - 1), label]
+        sample = LabelledSample(tuple(prompt), tuple(labels))
+        assert engine.evaluate({"tags": [sample]})["tags"].metrics["accuracy"] == 1
+    for name in ("answers", "number"):
+        with pytest.raises(ValueError, match=f"^adapter '{name}': its head predicts neither a token nor one"):
+            engine.next_tokens({name: prompts})

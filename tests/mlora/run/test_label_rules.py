@@ -13,7 +13,7 @@ from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
 from mlora.errors import RunError
 from mlora.model.base_info import BaseInfo
-from mlora.tasks.classifiers import label_rules
+from mlora.tasks.classifiers import label_rules, needs_no_tokenizer
 from mlora.tasks.task import TaskBuilder
 from peft import LoraConfig
 from tiny_run import write_jsonl
@@ -23,13 +23,14 @@ from mlora_ext.adapters.trained_parts import labels_of
 REGRESSION, SINGLE, SEVERAL = ("regression", "single_label_classification", "multi_label_classification")
 
 
-def rules_of(folder: Path, labels: list[Any], task: str = "SEQ_CLS", **keys: Any) -> LabelRules | None:
+def rules_of(
+    folder: Path, labels: list[Any], task: str = "SEQ_CLS", format: str = "classification", **keys: Any
+) -> LabelRules | None:
     key = "labels" if task == "TOKEN_CLS" else "label"
     path = write_jsonl(folder / "lines.jsonl", [{"text": "a", key: label} for label in labels])
     adapter = AdapterConfig(name="a", dataset="lines", lora={}, **keys)
     lora = LoraConfig(task_type=task)
-    lora.__dict__["num_labels"] = adapter.num_labels
-    dataset = DatasetConfig(name="lines", path=str(path), format="classification")
+    dataset = DatasetConfig(name="lines", path=str(path), format=format)
     return label_rules(adapter, lora, {"lines": dataset})
 
 
@@ -50,6 +51,18 @@ def rules_of(folder: Path, labels: list[Any], task: str = "SEQ_CLS", **keys: Any
         ([[1]], {"num_labels": 1, "problem_type": SEVERAL}, LabelRules("SEQ_CLS", SEVERAL, 1, flags=True)),
         ([[-100], ["O", -100, "B"]], {"task": "TOKEN_CLS"}, LabelRules("TOKEN_CLS", SINGLE, 2, ("B", "O"))),
         ([[0, -100]], {"task": "TOKEN_CLS", "num_labels": 2}, LabelRules("TOKEN_CLS", SINGLE, 2)),
+        (["b"], {"label_names": ["b", "a"]}, LabelRules("SEQ_CLS", SINGLE, 2, ("b", "a"), listed=True)),
+        ([1], {"label_names": ["b", "a"]}, LabelRules("SEQ_CLS", SINGLE, 2, listed=True)),
+        (
+            [["a"]],
+            {"label_names": ["b", "a"], "num_labels": 2},
+            LabelRules("SEQ_CLS", SEVERAL, 2, ("b", "a"), listed=True),
+        ),
+        (
+            [["O", -100]],
+            {"task": "TOKEN_CLS", "label_names": ["O", "B"]},
+            LabelRules("TOKEN_CLS", SINGLE, 2, ("O", "B"), listed=True),
+        ),
     ],
 )
 def test_rules_follow_from_the_lines(
@@ -63,12 +76,29 @@ def test_rules_follow_from_the_lines(
     [
         ([0, 1], {}, "num_labels: task_type SEQ_CLS needs the number of labels"),
         (["a", "a"], {}, "num_labels: task_type SEQ_CLS needs at least 2 labels, got 1"),
-        (["a", "b"], {"num_labels": 3}, "has 2 labels; leave it out"),
+        (["a", "b"], {"num_labels": 3}, "has 2 labels; leave it out, or list all of them in label_names"),
+        (
+            ["a"],
+            {"label_names": ["a", "b"], "num_labels": 3},
+            "label_names: has 2 names, but num_labels is 3",
+        ),
+        (["a"], {"label_names": ["a", "a"]}, "label_names: expected a list of names that differ, got "),
+        (["a"], {"label_names": ["a"]}, "num_labels: task_type SEQ_CLS needs at least 2 labels, got 1"),
+        (
+            [0.5],
+            {"label_names": ["a", "b"], "problem_type": REGRESSION},
+            "label_names: a regression predicts numbers; leave them out",
+        ),
+        (
+            [0],
+            {"task": "QUESTION_ANS", "label_names": ["a", "b"], "format": "question_answering"},
+            "label_names: needs task_type SEQ_CLS or TOKEN_CLS",
+        ),
         ([[0]], {"task": "TOKEN_CLS", "num_labels": 1}, "task_type TOKEN_CLS needs at least 2 labels, got 1"),
         (
             [[0]],
             {"task": "TOKEN_CLS", "num_labels": 2, "problem_type": SINGLE},
-            "problem_type: needs lora.task_type: SEQ_CLS",
+            "problem_type: needs task_type SEQ_CLS",
         ),
     ],
 )
@@ -125,3 +155,34 @@ def test_adapters_of_one_file_share_what_was_found(
     tasks = [builder.build(adapter) for adapter in config.adapters]
     assert asked == [path]
     assert [labels_of(task.lora)["label_names"] for task in tasks if task.lora] == [["x", "y"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "without"),
+    [
+        (b'\xef\xbb\xbf{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n', False),
+        (b"\n" * 12 + b'{"text": "a", "label": 0}\n', False),
+        (b'{"text": "a", "label": 0}\n\xff\n', False),
+        (b'\xef\xbb\xbf{"input_ids": [5], "label": 0}\n', True),
+        (b"{\n", True),
+    ],
+)
+def test_lines_that_need_no_tokenizer(tmp_path: Path, lines: bytes, without: bool) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(lines)
+    dataset = DatasetConfig(name="lines", path=str(path), format="classification")
+    assert needs_no_tokenizer(dataset) is without
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tiny_base: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "mood.jsonl", [{"text": "ab", "label": "x"}, {"text": "c", "label": "y"}])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    data = {
+        "base_model": str(tiny_base),
+        "output_dir": "run",
+        "datasets": [{"name": "mood", "path": str(path), "format": "classification"}],
+        "adapters": [{"name": "a", "dataset": "mood", "lora": {"task_type": "SEQ_CLS"}}],
+    }
+    config = resolve_config(data, folder=tmp_path)
+    task = TaskBuilder(config, BaseInfo(config.base_model)).build(config.adapters[0])
+    assert [len(sample.input_ids) for sample in task.data.samples] == [2, 1]

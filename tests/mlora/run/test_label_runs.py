@@ -168,7 +168,7 @@ def test_names_of_labels_are_saved_and_kept(tiny_base: Path, tmp_path: Path) -> 
     found = train(resolve_config(again, folder=tmp_path)).adapters
     assert {name: one.message for name, one in found.items() if one.state != "finished"} == {
         "more": f"{new}:2: 'label': expected one of the known labels (bad, good), got 'hm'",
-        "wrong": "problem_type: is multi_label_classification, but the head in init_from was trained for "
+        "wrong": "problem_type: is multi_label_classification, but that of the head in init_from is "
         "regression",
     }
     assert json.loads((tmp_path / "again/adapters/mood/labels.json").read_text()) == stored["mood"]
@@ -181,6 +181,40 @@ def test_names_of_labels_are_saved_and_kept(tiny_base: Path, tmp_path: Path) -> 
     (adapters / "mood" / "labels.json").write_text(json.dumps({"id2label": {"0": "good", "1": "bad"}}))
     with pytest.raises(RunError, match="mood: its data, labels or loss changed since the checkpoint"):
         resume(tmp_path / "again")
+
+
+def test_names_that_the_training_data_lacks_are_listed(tiny_base: Path, tmp_path: Path) -> None:
+    """In the order of their ids; a folder keeps them."""
+    data = run_of(tiny_base, tmp_path, ["tags"])
+    write_jsonl(tmp_path / "few.jsonl", [line for line in LINES["tags"] if "BAD" not in line["labels"]])
+    data["datasets"].append({"name": "few", "path": "few.jsonl", "format": "classification"})
+    (tags,) = data["adapters"]
+    names = ["O", "GOOD", "BAD"]
+    data["adapters"] = [
+        tags | {"name": "listed", "dataset": "few", "label_names": names},
+        tags | {"name": "found", "dataset": "few"},
+        tags | {"name": "short", "label_names": names[:2]},
+    ]
+    found = train(resolve_config(data, folder=tmp_path)).adapters
+    unknown = f"{tmp_path}/tags.jsonl:2: 'labels': expected one of the known labels ({{}}), got 'BAD'"
+    hint = "; these are the training data's: list all labels in label_names"
+    assert {name: one.message for name, one in found.items() if one.state != "finished"} == {
+        "found": unknown.format("GOOD, O") + hint,
+        "short": unknown.format("O, GOOD"),
+    }
+    folder = tmp_path / "run" / "adapters" / "listed"
+    stored = json.loads((folder / "labels.json").read_text())
+    assert stored == {"id2label": {str(place): name for place, name in enumerate(names)}}
+    assert over_peft(tiny_base, folder).config.id2label == dict(enumerate(names))
+    again = data | {"output_dir": "again", "adapters": []}
+    for name, keys in (("kept", {}), ("other", {"label_names": names[::-1]})):
+        adapter = {"name": name, "dataset": "tags", "eval_dataset": "tags", "init_from": str(folder)}
+        again["adapters"].append(adapter | keys)
+    after = train(resolve_config(again, folder=tmp_path)).adapters
+    assert after["kept"].eval_loss["before"] == pytest.approx(found["listed"].eval_loss["after"])
+    assert after["other"].message == (
+        f"label_names: is {names[::-1]}, but that of the head in init_from is {names}"
+    )
 
 
 def change(name: str, **keys: Any) -> Callable[[dict[str, Any], Path], None]:
@@ -218,7 +252,7 @@ def relabel(name: str, label: Any, line: int = 2) -> Callable[[dict[str, Any], P
             "length",
             "num_labels: task_type SEQ_CLS needs the number of labels",
         ),
-        (change("where", num_labels=2), "where", "num_labels: needs lora.task_type: SEQ_CLS or TOKEN_CLS"),
+        (change("where", num_labels=2), "where", "num_labels: needs task_type SEQ_CLS or TOKEN_CLS"),
         (
             change("where", dataset="mood"),
             "where",

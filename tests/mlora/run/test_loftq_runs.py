@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mlora.config.quantization_config import QuantizationConfig
 from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions
+from mlora.model.checkpoint_tensors import files_of, open_tensors, original_keys
 from mlora.model.quantization import transformers_config
 from mlora.optim.optim_config import OptimConfig
 from mlora.run.validation import validate
@@ -86,6 +88,47 @@ def test_an_engine_begins_as_a_model_of_ones_own(base: Path, method: str, stages
     for key, parameter in expected.items():
         tensor = found[f"base_model.model.{key.replace('.a.weight', '.weight')}"]
         assert_same_up_to_rounding(tensor, parameter.detach().cpu(), key, 1e-4)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_each_stage_looks_at_the_source_once(
+    base: Path, monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    """And opens each of its files once, and closes them; also where a layer is missing."""
+    asked, opened = [], []
+
+    def counted(source: str, named: str | None) -> dict[str, str]:
+        asked.append(source)
+        return files_of(source, named)
+
+    def watched(source: str, wanted: Any, files: Any, stack: ExitStack) -> dict[str, Any]:
+        opened.append(stack.enter_context(Closing()))
+        return open_tensors(source, wanted, files, stack)
+
+    monkeypatch.setattr("mlora.model.original_weights.files_of", counted)
+    monkeypatch.setattr("mlora.model.original_weights.open_tensors", watched)
+    with Engine(base, stages=stages, quantization=NF4) as engine:
+        engine.create_adapter("a", config_of(), OPTIM, start_weights=base)
+        assert (len(asked), [one.closed for one in opened]) == (stages, [True] * stages)
+        monkeypatch.setattr(
+            "mlora.model.original_weights.original_keys",
+            lambda *given: dict(list(original_keys(*given).items())[1:]),
+        )
+        with pytest.raises(ValueError, match="has no weight of it"):
+            engine.create_adapter("b", config_of(), OPTIM, start_weights=base)
+        assert [one.closed for one in opened] == [True] * 2 * stages
+
+
+class Closing:
+    """Notes that it was closed."""
+
+    closed = False
+
+    def __enter__(self) -> Closing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mlora.config.config_file import resolve_config
 from mlora.data.preference import Judged, Pair
-from mlora.data.record import LabelledSample, Sample
+from mlora.data.record import AnswerSample, LabelledSample, Sample
 from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions
@@ -123,6 +123,14 @@ def test_a_classifier_has_no_loss_for_lora_ga(tiny_base: Path, tmp_path: Path) -
     data = labelled_run(tiny_base, tmp_path, init_lora_weights="lora_ga", lora_ga_config={})
     (refused, _) = mlora.train(resolve_config(data, folder=tmp_path)).adapters.values()
     assert (refused.state, refused.message) == ("refused", f"lora: {reason}; use 'eva' or 'corda'")
+
+
+def test_answers_have_no_loss_for_lora_ga_either() -> None:
+    engine, given = Engine(make("llama")), [[AnswerSample.of_answer((1, 2, 3), 0, 1)]]
+    config = config_of("lora_ga", r=1, task_type="QUESTION_ANS")
+    with pytest.raises(ValueError, match="which has no head for task_type QUESTION_ANS; use 'eva' or 'corda"):
+        engine.create_adapter("a", config, OptimConfig(total_steps=9), start_batches=given)
+    assert engine.adapters == []
 
 
 def labelled_run(base: Path, folder: Path, **lora: Any) -> dict[str, Any]:

@@ -327,7 +327,7 @@ def test_a_run_resumes_bit_for_bit_and_two_stages_are_one(tiny_base: Path, tmp_p
     again["adapters"][0]["num_labels"] = 5
     again["adapters"].append(data["adapters"][1])
     refused = train(resolve_config(again, folder=tmp_path)).adapters["kinds"]
-    assert "num_labels: is 5, but the head in init_from has 3 labels" in refused.message
+    assert "num_labels: is 5, but that of the head in init_from is 3" in refused.message
 
 
 def change(key: str, value: Any, index: int = 0) -> Callable[[dict[str, Any]], None]:
@@ -351,8 +351,8 @@ def change(key: str, value: Any, index: int = 0) -> Callable[[dict[str, Any]], N
         (change("num_labels", 2), "labels.jsonl:3: 'label': label 2 is outside of 0 to 1 (num_labels: 2)"),
         (change("dataset", "tokens"), "task_type SEQ_CLS needs format classification, got 'tokens'"),
         (change("dataset", "labels", 1), "format classification needs lora.task_type: SEQ_CLS or TOKEN_CLS"),
-        (change("problem_type", "regression", 1), "problem_type: needs lora.task_type: SEQ_CLS"),
-        (change("num_labels", 3, 1), "num_labels: needs lora.task_type: SEQ_CLS or TOKEN_CLS"),
+        (change("problem_type", "regression", 1), "problem_type: needs task_type SEQ_CLS"),
+        (change("num_labels", 3, 1), "num_labels: needs task_type SEQ_CLS or TOKEN_CLS"),
         (change("lora.task_type", "QUESTION_ANS"), "task_type QUESTION_ANS needs format question_answering"),
         (change("lora.task_type", "TOKEN_CLS"), "labels.jsonl:1: 'labels' is missing: task_type TOKEN_CLS"),
         (change("problem_type", "regression"), "metric_for_best_model: a regression has no accuracy"),
