@@ -169,12 +169,6 @@ def test_hooks_of_an_embedding_still_run() -> None:
         mx.convert_model(merged, {"a": copied})
 
 
-def test_rows_of_a_head_with_a_bias_are_refused() -> None:
-    config = lora(target_modules=["body"], trainable_token_indices={"inner": [3]})
-    with pytest.raises(ValueError, match=r"head\.inner has a bias, which PEFT leaves out for trained rows"):
-        mx.convert_model(Reader(), {"a": config})
-
-
 def test_rows_by_name_where_a_model_names_no_embedding_of_its_own() -> None:
     """As CLIP's models, which have no single input embedding."""
 

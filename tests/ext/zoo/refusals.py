@@ -58,19 +58,6 @@ ALL_LINEAR = (
 PARTS = {
     "tokens": (
         Refusal(
-            "has a bias, which PEFT leaves out for trained rows",
-            "The head shares the embedding's weight and has a bias, which PEFT leaves out where tokens are "
-            "trained (its [issue 3649](https://github.com/huggingface/peft/issues/3649)).",
-            _kinds(
-                """CTRLLMHeadModel XLNetLMHeadModel AlbertForMaskedLM BigBirdForMaskedLM CamembertForMaskedLM
-                ConvBertForMaskedLM Data2VecTextForMaskedLM DebertaForMaskedLM DebertaV2ForMaskedLM
-                FlaubertWithLMHeadModel FNetForMaskedLM FunnelForMaskedLM LongformerForMaskedLM
-                MegatronBertForMaskedLM ModernBertForMaskedLM MPNetForMaskedLM MraForMaskedLM
-                NystromformerForMaskedLM RoCBertForMaskedLM RoFormerForMaskedLM SqueezeBertForMaskedLM
-                TapasForMaskedLM XLMWithLMHeadModel XLMRobertaForMaskedLM XmodForMaskedLM YosoForMaskedLM"""
-            ),
-        ),
-        Refusal(
             "another module reads its weights without calling it",
             "The head reads the embedding's weight without calling the embedding. A batch of one adapter "
             "works.",
