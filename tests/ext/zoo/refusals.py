@@ -41,12 +41,6 @@ ALL_LINEAR = (
         _kinds("SiglipForImageClassification SiglipModel PaliGemmaForConditionalGeneration"),
     ),
     Refusal(
-        "as in a mixture of experts",
-        "Experts are layers of their own. Values decide which rows an expert gets, so a batch does not tell "
-        "which sample a row is from.",
-        _kinds("SwitchTransformersForConditionalGeneration"),
-    ),
-    Refusal(
         "several samples share them|positions that all samples share",
         "The layers also see positions, which all samples share: samples of two adapters would need two of "
         "them.",

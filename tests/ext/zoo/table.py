@@ -59,11 +59,10 @@ mixed if all images of the batch have one size and all samples have equally many
 GENERATE = """\
 ## Generation
 
-105 of these classes have `generate`. For 99 of them, `generate` on a mixed batch continues each prompt as in
+105 of these classes have `generate`. For 100 of them, `generate` on a mixed batch continues each prompt as in
 a batch of its own adapter (greedy search and two beams with a cache, greedy search without one). The other
-six refuse, and name a reason:
+five refuse, and name a reason:
 
-- `switch_transformers`: its experts.
 - RWKV with its cache: the cache mixes samples.
 - Llava, PaliGemma, Qwen2-VL and Qwen2.5-VL, if adapters sit on layers that process images: newer versions of
   Transformers call these layers before the first forward pass.
