@@ -66,7 +66,8 @@ def _copies(name: str, config: LoraConfig, modules: Mapping[str, nn.Module]) -> 
         if reason is not None:
             raise ValueError(
                 f"adapter {name!r}: modules_to_save: {key} {reason}; only modules that act on single rows, "
-                "such as heads and norms, can be trained per adapter"
+                "such as heads and norms, or have convolutions or batch normalisation, can be trained per "
+                "adapter"
             )
         found[key] = LayerSpec(0, 1.0, 0.0, TRAINED_COPY)
     _refuse_unmatched(name, config, wanted, list(found), modules)

@@ -116,6 +116,7 @@ def by_peft_key(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
         f"{key}.{_with_name(layer, name, own)}": layer.parameters_of(name)[part]
         for key, layer in adapter_layers(model, name).items()
         for part, own in layer.peft_keys(layer, layer.specs[name]).items()
+        if part in layer.parameters_of(name)
     }
 
 

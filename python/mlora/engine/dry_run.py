@@ -28,7 +28,7 @@ from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.model.quantization import prepare_skeleton, quantizer_of
 from mlora.model.quantized_shapes import ShapedWeight, put_shapes, shapes_of_model, shapes_of_skeleton
-from mlora.model.task_heads import label_objective, prepare_head
+from mlora.model.task_heads import label_objective, prepare_head, refuse_sample_copies
 from mlora.objectives.custom import CustomLoss
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
@@ -188,6 +188,7 @@ class DryStage:
         try:
             prepare_head(self._model, lora)
             found = target_layers(self._model, _NAME, copy.deepcopy(lora))
+            refuse_sample_copies(self._model, _NAME, found)
         except ValueError as error:
             raise ValueError(str(error).removeprefix(f"adapter {_NAME!r}: ")) from error
         return {name: spec for name, spec in found.items() if cut is None or _holds(cut, name, spec)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from mlora.objectives.token_losses import LogitRule, Scorer
+from mlora_ext.adapters.kind import LayerSpec
 from mlora_ext.adapters.lora_config import init_kind
 from mlora_ext.adapters.trained_parts import TASK_HEAD_WITH_BIAS, head_kind, labels_of, task_heads, task_of
 from mlora_ext.nn.adapter_weights import adapter_layers
 from mlora_ext.nn.add_remove import remove_adapter
 from mlora_ext.nn.interop.body_names import check_body_names
+from mlora_ext.nn.layer_kinds import layer_kind
 from mlora_ext.nn.linear import MultiLoRALinear
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.row_head import TrainedRowsLinear
+from mlora_ext.nn.sample_copies import SampleCopies
 from mlora_ext.nn.task_heads import TaskHeads
 from mlora_ext.nn.trained_copies import TrainedCopies
 
@@ -110,8 +113,15 @@ def check_heads(model: nn.Module, name: str) -> None:
     """Removes an adapter that was added, and raises ValueError, if its head cannot be trained here.
 
     Stages cannot share trained rows. Low-rank parts on the output head need whole logits, and classifiers
-    need the head's input.
+    need the head's input. Rows are packed, so copies get no whole samples.
     """
+    try:
+        refuse_sample_copies(
+            model, name, {key: layer.specs[name] for key, layer in adapter_layers(model, name).items()}
+        )
+    except ValueError:
+        remove_adapter(model, name)
+        raise
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     low_rank = list(head.specs) if isinstance(head, MultiLoRALinear) else []
     if low_rank and label_adapters(model):
@@ -130,6 +140,17 @@ def check_heads(model: nn.Module, name: str) -> None:
             raise ValueError(
                 f"adapter {name!r}: trainable_token_indices: {key} is tied to {tied}, and they are on "
                 "different stages; use one stage"
+            )
+
+
+def refuse_sample_copies(model: nn.Module, name: str, layers: Mapping[str, LayerSpec]) -> None:
+    """Raises ValueError if an adapter trains a copy of a module that needs whole samples."""
+    for key, spec in layers.items():
+        if layer_kind(model.get_submodule(key), spec.kind) is SampleCopies:
+            raise ValueError(
+                f"adapter {name!r}: modules_to_save: {key} has convolutions or batch normalisation, which "
+                "need whole samples, and a run packs the rows of all samples; leave it out, or train it in a "
+                "loop of your own"
             )
 
 

@@ -290,10 +290,10 @@ def _loss(outputs: Sequence[Tensor], places: Iterable[int]) -> Tensor:
 
 
 def _train(peft: nn.Module, training: bool) -> None:
-    """Batch statistics tie the samples of a batch together: they stay in evaluation mode, as ours do."""
+    """Batch normalisations of the base stay in evaluation mode, as ours do; adapters' copies train."""
     peft.train(training)
-    for module in peft.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    for name, module in peft.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and ".modules_to_save." not in name:
             module.eval()
 
 

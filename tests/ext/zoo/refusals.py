@@ -58,32 +58,11 @@ PARTS = {
             _kinds("PerceiverForMaskedLM"),
         ),
     ),
-    "head": (
-        Refusal(
-            "with a BatchNorm1d in it",
-            "The head has batch normalisation, whose statistics tie the samples of a batch together.",
-            _kinds("LevitForImageClassificationWithTeacher"),
-        ),
-        Refusal(
-            "with a Conv2d in it",
-            "The head has convolutions. A copy can be trained of modules that act on single rows.",
-            _kinds("DPTForDepthEstimation"),
-        ),
-    ),
     "norm": (
         Refusal(
             "positions that all samples share",
             "The last norm acts on positions, which all samples share.",
             _kinds("SEWDForSequenceClassification"),
-        ),
-        Refusal(
-            r"is a BatchNorm\dd",
-            "All norms of the class are batch normalisation, whose statistics tie the samples of a batch "
-            "together.",
-            _kinds(
-                """LevitForImageClassificationWithTeacher PatchTSTModel RegNetForImageClassification
-                ResNetForImageClassification"""
-            ),
         ),
     ),
 }

@@ -82,7 +82,7 @@ def _run(family: Family) -> dict[str, Outcome]:
         found[ALL].verdict = "refused in part"
     for column, own in parts_of(model, batches[0], found[ALL].targets).items():
         found[column] = _or_wrong(
-            lambda own=own: outcome_of_parts(model, batches, NAMES, own.configs, own.modules)
+            lambda own=own: outcome_of_parts(model, batches, own.names, own.configs, own.modules)
         )
     return found
 
