@@ -61,12 +61,25 @@ def parts_of(model: PreTrainedModel, samples: Sequence[Sample], targets: dict[st
         if name:
             normalises = any(isinstance(part, _BatchNorm) for part in model.get_submodule(name).modules())
             names = ["a", "b", "b", "a"] if normalises else NAMES  # it needs two samples of each
-            found[column] = Part(_configs(targets, modules_to_save=[name]), [[name]], names)
+            found[column] = Part(
+                _configs(_beside(targets, model, name), modules_to_save=[name]), [[name]], names
+            )
     return found
 
 
 def _configs(targets: dict[str, Any], **fields: Any) -> dict[str, LoraConfig]:
     return {name: LoraConfig(r=rank, lora_alpha=8, **targets, **fields) for name, rank in RANKS.items()}
+
+
+def _beside(targets: dict[str, Any], model: nn.Module, name: str) -> dict[str, Any]:
+    """The same targets without other linear layers whose names end so: PEFT copies those, too."""
+    others = [
+        re.escape(other) + r"(\..*)?"  # and what PEFT puts in its place for the first adapter
+        for other, module in model.named_modules()
+        if other.endswith(name) and other != name and isinstance(module, nn.Linear)
+    ]
+    left_out = "|".join(filter(None, [targets.get("exclude_modules"), *others]))
+    return targets | {"exclude_modules": left_out} if others else targets
 
 
 def _also(model: nn.Module, targets: dict[str, Any], names: list[str]) -> dict[str, LoraConfig]:

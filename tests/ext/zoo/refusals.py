@@ -83,11 +83,6 @@ PEFT_REFUSES = {
     ),
     "head": (
         Refusal(
-            "modules_to_save cannot be applied to modules of type",
-            "The name `classifier` also stands for `pre_classifier`, which has low-rank parts.",
-            _kinds("DistilBertForSequenceClassification"),
-        ),
-        Refusal(
             "No modules were targeted|All modules were excluded",
             "All linear layers of the class are in the head, so no layer is left for low-rank parts.",
             _kinds(

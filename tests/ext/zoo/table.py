@@ -43,6 +43,10 @@ It did the same for adapters that train something else beside the linear layers:
 | head | a copy of the head (`lm_head`, `classifier`, or what the class has): `modules_to_save` |
 | norm | a copy of the last norm that is used: `modules_to_save` |
 
+A name in `modules_to_save` stands for every module whose name ends so, such as `classifier` for DistilBERT's
+`pre_classifier`, and these have no low-rank parts. Batches for copies with batch normalisation have two
+samples of each adapter, which it needs, and none of the base.
+
 **Equal** means that all outputs and gradients agree to 1e-9. **Refused** means that a ValueError names the
 layer and says what to do. **Refused in part** means so of some layers that `all-linear` reaches; without them
 all results are equal, and the last column shows targets that work: `without` lists patterns of
