@@ -45,7 +45,9 @@ It did the same for adapters that train something else beside the linear layers:
 
 A name in `modules_to_save` stands for every module whose name ends so, such as `classifier` for DistilBERT's
 `pre_classifier`, and these have no low-rank parts. Batches for copies with batch normalisation have two
-samples of each adapter, which it needs, and none of the base.
+samples of each adapter, which it needs, and none of the base. Where tokens are trained, PEFT leaves out the
+bias of a head that is tied to the table, until it has merged them (its
+[issue 3649](https://github.com/huggingface/peft/issues/3649)); the check adds this bias to PEFT's result.
 
 **Equal** means that all outputs and gradients agree to 1e-9. **Refused** means that a ValueError names the
 layer and says what to do. **Refused in part** means so of some layers that `all-linear` reaches; without them
