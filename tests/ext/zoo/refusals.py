@@ -50,14 +50,6 @@ ALL_LINEAR = (
 """Layers that `all-linear` reaches."""
 
 PARTS = {
-    "tokens": (
-        Refusal(
-            "another module reads its weights without calling it",
-            "The head reads the embedding's weight without calling the embedding. A batch of one adapter "
-            "works.",
-            _kinds("PerceiverForMaskedLM"),
-        ),
-    ),
     "norm": (
         Refusal(
             "positions that all samples share",
