@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig, PreTrainedModel
 
 
 def packed(
@@ -102,3 +103,16 @@ def save_packed(
         said |= {"zero_point": True, "version": "gemm"}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
     return folder
+
+
+def load_packed(folder: Path, method: str, bits: int = 4, backend: str = "auto_trainable") -> PreTrainedModel:
+    """Returns the model as Transformers loads it.
+
+    The default kernel of 4 bits on some processors refuses to train; `auto_trainable` asks for another. The
+    library compiles what dequantises, for minutes; the layers get the plain function back.
+    """
+    config = AwqConfig(backend=backend) if method == "awq" else GPTQConfig(bits=bits, backend=backend)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    for module in model.modules():
+        module.__dict__.pop("dequantize_weight", None)
+    return model

@@ -34,6 +34,7 @@ _HONOURED = {
     "loftq_config",
     "modules_to_save",
     "trainable_token_indices",
+    "ensure_weight_tying",
 }
 # Facts about the adapter or its folder; they do not change the result here.
 _NEUTRAL = {

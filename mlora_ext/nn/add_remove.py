@@ -21,12 +21,14 @@ from .adapter_weights import adapter_layers
 from .batch_statistics import asked_mode
 from .conflicts import refuse_conflicts
 from .fused_projections import FusedProjections
+from .idle_targets import warn_of_idle_targets
 from .layer_kinds import layer_kind
 from .linear import MultiLoRALinear
 from .over_module import RowSource, plain_module
 from .routing.route import LayerGroup
 from .routing.router import AdapterInfo, router_of
 from .targets import linear_layers, target_layers
+from .trained_copies import TrainedCopies
 from .unconverted_state import MOVED, check_layer, check_module
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ def add_adapter(
 ) -> None:
     """Adds an adapter to a converted model; the others do not move.
 
+    Warns of an entry of `target_modules` that matches nothing beside others that do.
+
     Args:
         model: converted by `convert_model`.
         name: of the new adapter.
@@ -58,6 +62,14 @@ def add_adapter(
             layer has hooks, a replaced `forward`, or weights that require a gradient or are quantized in an
             unknown format.
     """
+    put_on(model, name, config, seed=seed, autocast_adapter_dtype=autocast_adapter_dtype)
+    warn_of_idle_targets(model, {name: config})
+
+
+def put_on(
+    model: nn.Module, name: str, config: LoraConfig, *, seed: int = 0, autocast_adapter_dtype: bool = True
+) -> None:
+    """Does what `add_adapter` does, without its warning."""
     if not isinstance(name, str):
         raise ValueError(f"name: expected a name before the config, got {type(name).__name__}")
     router = router_of(model)
@@ -230,8 +242,8 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
         assert isinstance(layer, AdapterLayer)
         layer.put(name, config, spec, named_seed(seed, name, key))
         if spec.tied_to:
-            assert isinstance(layer, RowSource)
-            layer.tie(model.get_submodule(spec.tied_to))
+            assert isinstance(layer, RowSource | TrainedCopies)
+            layer.tie(name, model.get_submodule(spec.tied_to))
         info.awaits_start |= layer.frozen.device.type != "meta" and awaits
     router_of(model).adapters[name] = info
 

@@ -15,6 +15,7 @@ from .adapter_weights import write_weights
 from .add_remove import convert_layers, join, plan_adapter, refuse_state, regroup
 from .base_dropout import stop_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
+from .idle_targets import warn_of_idle_targets
 from .interop import adapter_interface
 from .interop.read_folder import load_into, read_adapter
 from .routing.router import Router
@@ -35,8 +36,9 @@ def convert_model(
 
     PEFT's own functions choose the layers, so adapters sit where PEFT would put them. Initial values have
     PEFT's distributions. They depend only on the seed, the adapter's name and the layer's name, never on
-    other adapters. The base model's dropouts are set to 0, and its batch normalisation layers stay in
-    evaluation mode; copies of them that adapters train (`modules_to_save`) do not.
+    other adapters. An entry of `target_modules` that matches nothing beside others is warned of. The base
+    model's dropouts are set to 0, and its batch normalisation layers stay in evaluation mode; copies of them
+    that adapters train (`modules_to_save`) do not.
 
     Args:
         model: any module with `nn.Linear` or `Conv1D` layers.
@@ -84,6 +86,7 @@ def convert_model(
     for name, config in adapters.items():
         join(model, name, config, plans[name], seed)
     regroup(model)
+    warn_of_idle_targets(model, adapters)
     return model
 
 

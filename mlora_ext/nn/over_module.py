@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -180,10 +181,15 @@ def plain_module(module: nn.Module) -> nn.Module:
 
 
 class RowSource:
-    """Mixin for layers with `trainable_tokens_delta`: their own, or that of the layer they are tied to."""
+    """Mixin for layers with `trainable_tokens_delta`: their own, or that of the layer they are tied to.
+
+    Attributes:
+        received: rows by adapter that stand for those of a layer in another process, while a batch runs.
+    """
 
     base: nn.Module
     specs: dict[str, LayerSpec]
+    received: Mapping[str, Tensor] = MappingProxyType({})
 
     def own_part(self, adapter: str, name: str) -> Any:
         """Returns the weight with the rows that an adapter trains; other parts are the base's."""
@@ -193,12 +199,17 @@ class RowSource:
         index = torch.tensor(self.specs[adapter].tokens, device=part.device)
         return part.index_copy(0, index, self.trained_rows(adapter).to(part.dtype))
 
-    def tie(self, source: nn.Module) -> None:
-        """Takes the trained rows of tied adapters from another layer."""
+    def tie(self, name: str, source: nn.Module) -> None:
+        """Takes the trained rows of an adapter from another layer, the same one for all that are tied."""
         self.__dict__["source"] = source  # no submodule: its Parameters are not this layer's
 
-    def trained_rows(self, name: str) -> nn.Parameter:
+    def trained_rows(self, name: str) -> Tensor:
         """Returns the rows `[n, D]` that an adapter trains."""
+        found = self.received.get(name)
+        return self.held_rows(name) if found is None else found
+
+    def held_rows(self, name: str) -> nn.Parameter:
+        """Returns the Parameter of an adapter's rows; on the meta device if another process has it."""
         owner: Any = self.__dict__["source"] if self.specs[name].tied_to else self
         found: Mapping[str, nn.Parameter] = owner.parameters_of(name)
         return found["trainable_tokens_delta"]

@@ -5,6 +5,7 @@ Letters: T rows of x, D = d_in, V = d_out, n trained rows.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ class TrainedRowsLinear(RowSource, OverModule):
             warnings.warn(
                 f"adapter {name!r}: PEFT's unmerged forward of its folder leaves the bias of {self.name} out "
                 "(huggingface/peft issue 3649); here, and merged in PEFT, the bias is kept",
-                stacklevel=4,
+                stacklevel=_callers_level(),
             )
 
     def initialise(self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int) -> None:
@@ -94,6 +95,14 @@ class TrainedRowsLinear(RowSource, OverModule):
         own = None if bias is None else bias[index].to(x.dtype)
         columns = F.linear(x, self.trained_rows(name).to(x.dtype), own)
         return y.index_copy(-1, index, columns.to(y.dtype))
+
+
+def _callers_level() -> int:
+    """Returns the `stacklevel` of the code that called this library, for a warning of our caller."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("mlora_ext."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _has_numbers(bias: Any) -> bool:

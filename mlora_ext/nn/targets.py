@@ -20,6 +20,7 @@ from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
 from .over_module import OverModule
 from .parameters.targets import check_parameters, in_order, is_weight, target_parameters
+from .tied_weights import refuse_tied_targets
 from .trained_targets import trained_layers
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
         raise ValueError(f"adapter {name!r}: target_parameters={wanted!r} match no parameter of this model")
     if not layers:
         raise ValueError(f"adapter {name!r}: {_no_match(model, config)}")
+    refuse_tied_targets(model, name, resolved, modules, layers)
     trained = trained_layers(model, name, resolved, modules)
     for key in trained:
         if key in layers:
@@ -113,7 +115,7 @@ def _check_target(model: nn.Module, name: str, config: LoraConfig, key: str, mod
 
 def _no_match(model: nn.Module, config: LoraConfig) -> str:
     """Returns the message for targets that match no layer, with a hint at names that are similar."""
-    known, wanted = _linear_names(model), config.target_modules
+    known, wanted = linear_names(model), config.target_modules
     if isinstance(wanted, set):
         wanted = sorted(wanted)
     names = [wanted] if isinstance(wanted, str) else wanted or []
@@ -145,7 +147,7 @@ def _resolve(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
     """Returns a copy with PEFT's expansion of `all-linear` and of the model type's default targets."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_TARGETS
 
-    config = _translated(model, name, config)
+    config = translated(model, name, config)
     if _is_all_linear(config):
         config.target_modules = sorted(_all_linear(model, config))
     if config.target_modules is None:
@@ -162,7 +164,7 @@ def _resolve(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
     return config
 
 
-def _translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
+def translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
     """Returns a copy with PEFT's translation of layers that Transformers 5 has fused into parameters."""
     from peft.utils.transformers_weight_conversion import (
         convert_peft_config_for_transformers,
@@ -241,7 +243,7 @@ def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             inside = tuple(f"{key}.{part}" for part in module._modules if part not in own)
 
 
-def _linear_names(model: nn.Module) -> list[str]:
+def linear_names(model: nn.Module) -> list[str]:
     """Returns the last parts of the linear layers' names, each once."""
     return list(dict.fromkeys(key.rpartition(".")[2] for key in linear_layers(model)))
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -49,12 +50,35 @@ class Copies(nn.Module):
         del self._modules[name]
 
 
+class TiedLinear(nn.Module):
+    """A linear layer with the weight of an adapter's copy of an embedding: PEFT's `ensure_weight_tying`.
+
+    Args:
+        source: the embedding's layer.
+        name: of the adapter.
+    """
+
+    def __init__(self, source: TrainedCopies, name: str) -> None:
+        super().__init__()
+        self.__dict__["source"], self.name = source, name  # no submodule: its weight is not this layer's
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The embedding's table, `[V, D]`."""
+        found = self.__dict__["source"].modules_to_save.of(self.name).weight
+        assert isinstance(found, nn.Parameter)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
 class TrainedCopies(OverModule):
     """Sends the rows of each adapter through its own copy, and all other rows through the base's module.
 
-    A copy starts with the base's weights. Beside a half-precision base it is kept and computed in fp32, as
-    adapters are (PEFT keeps the base's dtype). Its keys in PEFT's files are the module's own, such as
-    `score.weight`.
+    A copy starts with the base's weights. One that is tied has the weight of the adapter's copy of another
+    layer. Beside a half-precision base a copy is kept and computed in fp32, as adapters are (PEFT keeps the
+    base's dtype). Its keys in PEFT's files are the module's own, such as `score.weight`.
     """
 
     served: tuple[str, ...] | None = (TRAINED_COPY,)
@@ -69,14 +93,21 @@ class TrainedCopies(OverModule):
 
     @classmethod
     def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, TensorSpec]:
-        own = plain_module(module).named_parameters()
+        own = () if spec.tied_to else plain_module(module).named_parameters()
         return {part: TensorSpec(tuple(parameter.shape)) for part, parameter in own}
 
     def put(self, name: str, config: Any, spec: LayerSpec, seed: int) -> None:
+        self.specs[name] = spec
+        if spec.tied_to:
+            return  # `tie` follows
         own = _plain_copy(self.base).to(self.adapter_dtype).requires_grad_(not config.inference_mode)
         follow_mode(own)
         self.modules_to_save.put(name, own)
-        self.specs[name] = spec
+
+    def tie(self, name: str, source: nn.Module) -> None:
+        """Lets an adapter's copy have the weight of its copy of an embedding."""
+        assert isinstance(source, TrainedCopies)
+        self.modules_to_save.put(name, TiedLinear(source, name))
 
     def take(self, name: str) -> None:
         self.modules_to_save.take(name)

@@ -19,6 +19,7 @@ from ..adapters.trained_parts import (
 from .layer_kinds import layer_kind
 from .over_module import plain_module
 from .task_heads import TaskHeads
+from .tied_weights import input_embedding, tied_copies, tied_to_embedding
 from .trained_copies import why_not_copied
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def trained_layers(
         ValueError: a name matches nothing, or a module cannot be trained.
     """
     copies = _copies(name, config, modules)
+    copies |= tied_copies(model, name, config, modules, copies)
     rows = _rows(model, name, config, modules)
     for key in rows:
         if key in copies:
@@ -111,10 +113,10 @@ def _rows(
     asked: Any = config.trainable_token_indices
     if asked is None:
         return {}
-    embedding = _input_embedding(model, modules)
+    embedding = input_embedding(model, modules)
     if not isinstance(asked, dict):
         asked = {embedding or "embed_tokens": asked}
-    tied = _tied_to_embedding(model, embedding)
+    tied = tied_to_embedding(model, embedding)
     targets: dict[str, list[int]] = {}
     for target, tokens in asked.items():
         keys = [key for key in modules if key.endswith(target)]
@@ -131,6 +133,11 @@ def _rows(
     if own is not None and all(targets.get(key, own) == own for key in tied):
         rows = LayerSpec(len(own), 1.0, 0.0, TRAINED_ROWS, tokens=tuple(own), tied_to=embedding)
         found |= dict.fromkeys(tied, rows)
+    elif config.ensure_weight_tying and any(key in targets for key in tied):
+        raise ValueError(
+            f"adapter {name!r}: ensure_weight_tying: trainable_token_indices must name the same tokens for "
+            f"{embedding} and {', '.join(tied)}"
+        )
     for key, spec in found.items():
         _check_rows(name, key, modules[key], spec)
     return found
@@ -151,24 +158,3 @@ def _check_rows(name: str, key: str, module: nn.Module, spec: LayerSpec) -> None
                 f"adapter {name!r}: trainable_token_indices: token {token} is outside of {key}, which has "
                 f"{rows} rows"
             )
-
-
-def _input_embedding(model: nn.Module, modules: Mapping[str, nn.Module]) -> str:
-    """Returns the name of the model's input embedding; empty if the model does not tell."""
-    getter: Any = getattr(model, "get_input_embeddings", None)
-    try:
-        own = getter() if callable(getter) else None
-    except NotImplementedError:  # models with several, such as CLIP
-        return ""
-    return next((key for key, module in modules.items() if module is own), "")
-
-
-def _tied_to_embedding(model: nn.Module, embedding: str) -> list[str]:
-    """Returns the names of the modules whose weight is tied to the input embedding, by PEFT's rules."""
-    from peft.tuners.tuners_utils import BaseTuner
-    from peft.utils.other import _get_module_names_tied_with_embedding
-
-    config: Any = BaseTuner.get_model_config(model)  # type: ignore[arg-type]
-    if not embedding or not config.get("tie_word_embeddings", False):
-        return []
-    return [key for key in _get_module_names_tied_with_embedding(model) if key != embedding]

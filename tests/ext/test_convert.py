@@ -236,7 +236,6 @@ REFUSED = [
     ({"layer_replication": [(0, 1)]}, "layer_replication"),
     ({"target_parameters": ["x.weight"]}, "target_parameters"),
     ({"use_qalora": True}, "use_qalora=True is not supported"),
-    ({"ensure_weight_tying": True}, "ensure_weight_tying"),
     ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
     ({"init_lora_weights": "pissa_niter_"}, "init_lora_weights='pissa_niter_' is not supported"),
     ({"init_lora_weights": "orthogonal", "r": 3}, "'orthogonal' needs even ranks, got 3"),

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig
+from quantized_models import (
+    EVERY,
+    check_a_mixed_batch_with_dropout,
+    check_a_peft_model,
+    check_copies_casts_and_states,
+    check_doras_norms,
+    save_llama,
+)
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AwqConfig,
-    GPTQConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
 
 pytest.importorskip("gptqmodel", reason="`make gptq` makes an environment with gptqmodel")
 
@@ -29,10 +29,9 @@ from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 import mlora_ext as mx
 from mlora_ext.frozen.linear import frozen_linear
 from mlora_ext.frozen.quantized import blocks
-from tests.packed_checkpoints import packed, save_packed
+from tests.packed_checkpoints import load_packed, packed, save_packed
 
 pytestmark = pytest.mark.peers
-VOCABULARY = 61
 METHODS = ("gptq", "awq")
 PACKINGS = {
     **{f"gptq {bits}": ("gptq", bits, 32, False) for bits in (2, 4, 8)},
@@ -41,7 +40,6 @@ PACKINGS = {
     "awq, whole columns": ("awq", 4, -1, False),
     "gptq, act-order": ("gptq", 4, 32, True),
 }
-EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def dequantised(theirs: Any) -> Tensor:
@@ -112,26 +110,14 @@ def test_blocks_hold_some_rows_only(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", PACKINGS)
 def test_copies_casts_and_states(kind: str) -> None:
-    """A change of dtype leaves the scales alone, and a state loads into another model."""
     model, other = (converted(packed(nn.Linear(128, 96), *PACKINGS[kind])) for _ in range(2))
-    before = model[0].frozen.dense()
-    other.load_state_dict(copy.deepcopy(model).state_dict())
-    assert torch.equal(other[0].frozen.dense(), before)
-    half = copy.deepcopy(model).to(torch.bfloat16).train()
-    assert torch.equal(half[0].frozen.dense(), before.to(half[0].frozen.dtype))
-    with mx.route(half, mx.SegmentLayout.from_lengths([7]), names=["a"]):
-        assert half(torch.randn(7, 128).bfloat16()).dtype == torch.bfloat16
+    check_copies_casts_and_states(model, other)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_doras_norms(method: str) -> None:
-    model = converted(packed(nn.Linear(128, 96), method), use_dora=True)
-    with mx.route(model, mx.SegmentLayout.from_lengths([7]), names=["a"]):
-        model(torch.randn(7, 128))
-    kept = mx.adapter_parameters(model, "a")
-    a, b = (next(p for key, p in kept.items() if part in key) for part in ("lora_A", "lora_B"))
-    expected = torch.linalg.vector_norm(model[0].frozen.dense() + 8 / 3 * (b @ a), dim=1)
-    assert_same_up_to_rounding(model[0].norms._kept["a"].norms, expected, "norms")
+def test_doras_norms_are_computed_once_for_each_step(method: str) -> None:
+    one, other = (converted(packed(nn.Linear(128, 96), method), use_dora=True) for _ in range(2))
+    check_doras_norms(one, other)
 
 
 def of_an_own_order() -> nn.Module:
@@ -183,52 +169,15 @@ def test_what_is_refused(make: Any, message: str) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small Llama in both formats; its output head is plain."""
-    base = tmp_path_factory.mktemp("base")
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-    )
-    LlamaForCausalLM(config).save_pretrained(base)
+    base = save_llama(tmp_path_factory.mktemp("base"))
     return {method: save_packed(base, tmp_path_factory.mktemp(method), method) for method in METHODS}
-
-
-def load(folder: Path, method: str, backend: str = "auto_trainable") -> PreTrainedModel:
-    """The default kernel of 4 bits on some processors refuses to train; `auto_trainable` asks for another."""
-    config = GPTQConfig(bits=4, backend=backend) if method == "gptq" else AwqConfig(backend=backend)
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_peft_model_is_taken_over_and_saved_for_peft(
     saved: dict[str, Path], tmp_path: Path, method: str
 ) -> None:
-    lora = LoraConfig(r=4, target_modules=EVERY, init_lora_weights=False)
-    theirs = get_peft_model(load(saved[method], method), lora).train()
-    model = mx.from_peft(copy.deepcopy(theirs))
-    assert isinstance(model.lm_head, nn.Linear)
-    ids = torch.randint(VOCABULARY, (3, 9))
-    found, expected = (one(input_ids=ids, labels=ids) for one in (model, theirs))
-    assert_same_up_to_rounding(found.logits, expected.logits, "logits")
-    for one in (found, expected):
-        one.loss.backward()
-    gradients = [p.grad for p in theirs.parameters() if p.requires_grad]
-    ours = mx.adapter_parameters(model, "default")
-    assert len(gradients) == len(ours)
-    for (name, parameter), gradient in zip(ours.items(), gradients, strict=True):
-        assert_same_up_to_rounding(parameter.grad, gradient, name)
-    mx.save_adapter(model, "default", tmp_path / "saved")
-    again = PeftModel.from_pretrained(load(saved[method], method), tmp_path / "saved").train()
-    assert_same_up_to_rounding(again(input_ids=ids).logits, found.logits, "logits of the folder")
-    other = load(saved[method], method)
-    mx.load_adapter(other, "b", tmp_path / "saved")
-    with torch.no_grad():
-        found = other.train()(input_ids=ids).logits
-        assert_same_up_to_rounding(found, expected.logits, "logits of the folder here")
-        assert other.generate(ids[:1], max_new_tokens=2, do_sample=False).shape == (1, 11)
+    check_a_peft_model(lambda: load_packed(saved[method], method), tmp_path)
 
 
 @pytest.mark.parametrize(("method", "backend"), [("gptq", "torch"), ("awq", "torch_awq"), ("gptq", "auto")])
@@ -236,7 +185,8 @@ def test_all_kernels_have_the_same_weights(saved: dict[str, Path], method: str, 
     """The named ones, and the default of this processor; `all-linear` means all layers but the head."""
     lora = {"a": LoraConfig(r=4, target_modules="all-linear")}
     here, there = (
-        mx.convert_model(load(saved[method], method, one), lora) for one in (backend, "auto_trainable")
+        mx.convert_model(load_packed(saved[method], method, backend=one), lora)
+        for one in (backend, "auto_trainable")
     )
     layers = {name: m for name, m in here.named_modules() if isinstance(m, mx.MultiLoRALinear)}
     assert {name.rpartition(".")[2] for name in layers} == set(EVERY)
@@ -248,15 +198,4 @@ def test_all_kernels_have_the_same_weights(saved: dict[str, Path], method: str, 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_mixed_batch_with_dropout_is_each_adapter_alone(saved: dict[str, Path], method: str) -> None:
-    loras = {
-        "a": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.4, init_lora_weights=False),
-        "b": LoraConfig(r=7, target_modules=["q_proj"], lora_dropout=0.2, init_lora_weights=False),
-    }
-    ids, found = torch.randint(VOCABULARY, (4, 6)), []
-    for rows in (slice(0, 4), slice(0, 2)):
-        model = mx.convert_model(load(saved[method], method), loras, seed=5).train()
-        logits = model(input_ids=ids[rows], adapter_names=["a", "a", "b", "__base__"][rows]).logits[:2]
-        logits.square().sum().backward()
-        found.append([logits.detach(), *(p.grad for p in mx.adapter_parameters(model, "a").values())])
-    for together, alone in zip(*found, strict=True):
-        assert_same_up_to_rounding(together, alone, "a")
+    check_a_mixed_batch_with_dropout(lambda: load_packed(saved[method], method))

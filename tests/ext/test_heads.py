@@ -9,14 +9,22 @@ import pytest
 import torch
 from head_models import CASES, LABELS, assert_same_training, batch, llama, lora, train_mixed, train_peft
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
 from tolerances import assert_same_up_to_rounding
 from torch import nn
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
 
 import mlora_ext as mx
-from mlora_ext.nn.interop.peft_folder import adapter_state
+from mlora_ext.nn.interop.peft_folder import WEIGHTS, adapter_state
 
-EVERY_DAY = ["SEQ_CLS", "roberta", "rows, scaled and tied", "heads", "rows of both"]
+EVERY_DAY = [
+    "SEQ_CLS",
+    "roberta",
+    "rows, scaled and tied",
+    "heads",
+    "rows of both",
+    "heads, scaled and kept tied",
+]
 CASE_OF_THE_NIGHT = [pytest.param(case, 25, marks=pytest.mark.nightly) for case in CASES]
 
 
@@ -50,6 +58,8 @@ def check_folders(
     assert_same_up_to_rounding(loaded(input_ids=ids)[0], expected, "our folder in PEFT")
     trained = theirs.eval()(input_ids=ids)[0]
     theirs.save_pretrained(str(folder / f"{name}-theirs"))
+    first, second = (load_file(folder / f"{name}-{whose}" / WEIGHTS) for whose in ("ours", "theirs"))
+    assert {key for key in second if ".base_layer." not in key} == first.keys()
     ours = copy.deepcopy(base)
     mx.load_adapter(ours, name, folder / f"{name}-theirs")
     assert_same_up_to_rounding(ours(input_ids=ids)[0], trained, "PEFT's folder here")

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig
+from quantized_models import (
+    check_a_mixed_batch_with_dropout,
+    check_a_peft_model,
+    check_copies_casts_and_states,
+    check_doras_norms,
+    save_llama,
+)
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    TorchAoConfig,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 pytest.importorskip("bitsandbytes", reason="`make peers` makes an environment with bitsandbytes and torchao")
 
@@ -32,7 +32,6 @@ from mlora_ext.frozen.quantized import blocks
 from mlora_ext.frozen.quantized.torchao import stored_bytes
 
 pytestmark = pytest.mark.peers
-VOCABULARY = 61
 
 
 def four_bits(kind: str, **options: Any) -> Callable[[nn.Linear], nn.Module]:
@@ -143,51 +142,15 @@ def test_products_have_the_layers_compute_dtype() -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_copies_casts_and_states(kind: str) -> None:
-    """A change of dtype leaves the scales alone, and a state loads into another model."""
-    model, other = converted(kind)[0], converted(kind)[0]
-    before = model[0].frozen.dense()
-    other.load_state_dict(copy.deepcopy(model).state_dict())
-    assert torch.equal(other[0].frozen.dense(), before)
-    half = copy.deepcopy(model).to(torch.bfloat16)
-    cast = half[0].frozen.dense()
-    if kind == "torchao int4":  # torchao casts its scales
-        assert_same_up_to_rounding(cast.float(), before, "W", 1e-2)
-    else:
-        assert torch.equal(cast, before.to(cast.dtype))
-    assert torch.equal(model[0].frozen.dense(), before)
-    half.train()
-    with mx.route(half, mx.SegmentLayout.from_lengths([7]), names=["a"]):
-        assert half(torch.randn(7, 128).bfloat16()).dtype == torch.bfloat16
+    """torchao casts the scales of its int4."""
+    check_copies_casts_and_states(converted(kind)[0], converted(kind)[0], exact=kind != "torchao int4")
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_doras_norms_are_computed_once_for_each_step(kind: str) -> None:
-    """And anew after a write to W."""
     dora = LoraConfig(r=3, target_modules=["0"], use_dora=True, init_lora_weights=False)
-    model, other = (nn.Sequential(LAYERS[kind](nn.Linear(128, 96))) for _ in range(2))
-    for one in (model, other):
-        mx.convert_model(one, {"a": dora})
-    norms, adapter = model[0].norms, mx.adapter_parameters(model, "a")
-
-    def forward() -> Tensor:
-        with mx.route(model, mx.SegmentLayout.from_lengths([7]), names=["a"]):
-            return model(torch.randn(7, 128))
-
-    adam = torch.optim.AdamW(adapter.values(), lr=0.1)
-    for step in range(2):
-        for _ in range(3):
-            forward().sum().backward()
-        assert norms.computed == step + 1
-        adam.step()
-        adam.zero_grad()
-    a, b = (next(p for key, p in adapter.items() if part in key) for part in ("lora_A", "lora_B"))
-    for _ in range(2):
-        forward()
-        w = model[0].frozen.dense().float()
-        expected = torch.linalg.vector_norm(w + 8 / 3 * (b @ a), dim=1)
-        assert_same_up_to_rounding(norms._kept["a"].norms.float(), expected, "norms")
-        base = {key: value for key, value in other.state_dict().items() if key.startswith("0.weight")}
-        model.load_state_dict(base, strict=False)
+    one, other = (nn.Sequential(LAYERS[kind](nn.Linear(128, 96))) for _ in range(2))
+    check_doras_norms(mx.convert_model(one, {"a": dora}), mx.convert_model(other, {"a": dora}))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4 twice"])
@@ -242,19 +205,7 @@ BNB = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama; its output head stays in fp32."""
-    folder = tmp_path_factory.mktemp("base")
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_llama(tmp_path_factory.mktemp("base"))
 
 
 def load(folder: Path, kind: str) -> PreTrainedModel:
@@ -268,46 +219,13 @@ def load(folder: Path, kind: str) -> PreTrainedModel:
 def test_a_peft_model_is_taken_over_and_saved_for_peft(base: Path, tmp_path: Path, kind: str) -> None:
     if kind == "int8" and torch.get_default_device().type == "cuda":
         pytest.skip("bitsandbytes' own layer quantises x there")
-    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    theirs = get_peft_model(load(base, kind), lora).train()
-    model = mx.from_peft(copy.deepcopy(theirs))
-    assert isinstance(model.lm_head, nn.Linear)
-    ids = torch.randint(VOCABULARY, (3, 9))
-    found, expected = (one(input_ids=ids, labels=ids) for one in (model, theirs))
-    assert_same_up_to_rounding(found.logits, expected.logits, "logits")
-    for one in (found, expected):
-        one.loss.backward()
-    gradients = [p.grad for p in theirs.parameters() if p.requires_grad]
-    ours = mx.adapter_parameters(model, "default")
-    assert len(gradients) == len(ours)
-    for (name, parameter), gradient in zip(ours.items(), gradients, strict=True):
-        assert_same_up_to_rounding(parameter.grad, gradient, name)
-    mx.save_adapter(model, "default", tmp_path / "saved")
-    again = PeftModel.from_pretrained(load(base, kind), tmp_path / "saved").train()
-    assert_same_up_to_rounding(again(input_ids=ids).logits, found.logits, "logits of the folder")
-    other = load(base, kind)
-    mx.load_adapter(other, "b", tmp_path / "saved")
-    with torch.no_grad():
-        found = other.train()(input_ids=ids).logits
-        assert_same_up_to_rounding(found, expected.logits, "logits of the folder here")
-        assert other.generate(ids[:1], max_new_tokens=2, do_sample=False).shape == (1, 11)
+    model = check_a_peft_model(lambda: load(base, kind), tmp_path)
     with pytest.raises(ValueError, match="is not supported for quantized model"):
         model.half()
 
 
 def test_a_mixed_batch_with_dropout_is_each_adapter_alone(base: Path) -> None:
-    loras = {
-        "a": LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.4, init_lora_weights=False),
-        "b": LoraConfig(r=7, target_modules=["q_proj"], lora_dropout=0.2, init_lora_weights=False),
-    }
-    ids, found = torch.randint(VOCABULARY, (4, 6)), []
-    for rows in (slice(0, 4), slice(0, 2)):
-        model = mx.convert_model(load(base, "nf4"), loras, seed=5).train()
-        logits = model(input_ids=ids[rows], adapter_names=["a", "a", "b", "__base__"][rows]).logits[:2]
-        logits.square().sum().backward()
-        found.append([logits.detach(), *(p.grad for p in mx.adapter_parameters(model, "a").values())])
-    for together, alone in zip(*found, strict=True):
-        assert_same_up_to_rounding(together, alone, "a")
+    check_a_mixed_batch_with_dropout(lambda: load(base, "nf4"))
 
 
 def test_the_models_bytes_are_those_of_its_weights(base: Path) -> None:

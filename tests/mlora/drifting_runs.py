@@ -89,8 +89,8 @@ class Adapters:
     def admitted(self, name: str) -> tuple[int, ...]:
         return (2 * self._states[name],)
 
-    def at_rest(self, name: str) -> tuple[int, ...]:
-        return (self._states[name],)
+    def at_rest(self, names: Sequence[str]) -> tuple[int, ...]:
+        return (sum(self._states[name] for name in names),)
 
     def size(self, name: str, lengths: Sequence[int]) -> float:
         return float(ROW * sum(lengths))

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .gptqmodel import WORD, GroupedWeight, fault_of_kernel, unpacked
+from .gptqmodel import GroupedWeight, fault_of_kernel
 
 _KERNELS = (
     "AwqTorchLinear",
@@ -25,12 +25,10 @@ _KERNELS = (
 class AwqWeight(GroupedWeight):
     """Integers of 2, 4 or 8 bits, packed along the outputs."""
 
-    interleaved = True
+    order = (0, 4, 1, 5, 2, 6, 3, 7)
 
-    def _codes(self, begin: int, end: int) -> Tensor:
-        first, last = begin * self._bits // WORD, -(-end * self._bits // WORD)
-        found = unpacked(self._kept("packed")[:, first:last], self._bits, self.interleaved)
-        return found[:, : end - begin].t().contiguous()
+    def _codes(self, inputs: slice, begin: int, end: int) -> Tensor:
+        return self._of_outputs("packed", begin, end, inputs)
 
 
 def fault(source: nn.Module) -> str | None:

@@ -6,10 +6,10 @@ Letters: T rows of x, D = d_in, O = d_out, n rows of W in a block.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..base_gemm import linear, linear_dx
 from ..weight import FrozenWeight
@@ -37,7 +37,7 @@ class QuantizedWeight(FrozenWeight):
 
     @abstractmethod
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Returns rows `[begin, end)` of W as a new plain tensor `[n, D]` of this dtype."""
+        """Returns rows `[begin, end)` of W as a new plain tensor `[n, D]` of this dtype, with any strides."""
 
     def dense(self) -> Tensor:
         """Returns all of W, dequantised: `[O, D]`."""
@@ -77,6 +77,51 @@ class QuantizedWeight(FrozenWeight):
             step = max(1, most // self.row_step) * self.row_step
         for begin in range(0, rows, max(1, step)):
             yield begin, min(begin + step, rows)
+
+
+class BufferedWeight(QuantizedWeight):
+    """A quantised weight whose numbers and scales are buffers `weight_*` of its layer.
+
+    Args:
+        layer: gets the buffers; its parameter `weight` goes.
+        shape: `(O, D)`.
+        dtype: of x.
+        kept: the tensors by name; the first one has the numbers. Scales are given as integers (`bits_of`),
+            because a change of the model's dtype leaves these alone.
+    """
+
+    def __init__(
+        self, layer: nn.Module, shape: tuple[int, int], dtype: torch.dtype, kept: Mapping[str, Tensor]
+    ) -> None:
+        self._shape, self._dtype, self._names = shape, dtype, tuple(kept)
+        self._buffers: Mapping[str, Tensor | None] = layer._buffers
+        layer._parameters["weight"] = None
+        for name, tensor in kept.items():
+            layer.register_buffer(f"weight_{name}", tensor.detach())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(O, D)`."""
+        return self._shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of x when the weight was taken over."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._kept(self._names[0]).device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the numbers and of everything that is needed to read them."""
+        return sum(self._kept(name).nbytes for name in self._names)
+
+    def _kept(self, name: str) -> Tensor:
+        tensor = self._buffers[f"weight_{name}"]
+        assert tensor is not None
+        return tensor
 
 
 def bits_of(statistics: Tensor) -> Tensor:

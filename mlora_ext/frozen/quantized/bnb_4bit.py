@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .blocks import QuantizedWeight, bits_of, floats_of
+from .blocks import BufferedWeight, bits_of, floats_of
 
 
-class Bnb4bitWeight(QuantizedWeight):
+class Bnb4bitWeight(BufferedWeight):
     """Two numbers a byte, and a scale `absmax` for each `blocksize` numbers of the flattened W.
 
     The layer's buffers hold the state: `weight_4bit`, `weight_absmax`, and with double quantisation
-    `weight_absmax_scale`, `weight_absmax_code` and `weight_absmax_offset`. The scales are kept as integers,
-    because a change of the model's dtype leaves these alone.
+    `weight_absmax_scale`, `weight_absmax_code` and `weight_absmax_offset`.
 
     Args:
         layer: gets the buffers.
@@ -27,20 +25,16 @@ class Bnb4bitWeight(QuantizedWeight):
 
     def __init__(self, layer: nn.Module, source: nn.Module) -> None:
         data, state = _packed_in_rows(source)
-        self._shape = (int(state.shape[0]), int(state.shape[1]))
-        self._dtype, self._type, self._blocksize = state.dtype, state.quant_type, state.blocksize
-        self._nested_blocksize = state.state2.blocksize if state.nested else 0
-        self.compute_dtype = source.compute_dtype  # type: ignore[assignment]
-        self._buffers: Mapping[str, Tensor | None] = layer._buffers
-        layer._parameters["weight"] = None
-        kept = {"4bit": data.detach().contiguous().view(torch.uint8).reshape(-1), "absmax": state.absmax}
+        kept = {"4bit": data.contiguous().view(torch.uint8).reshape(-1), "absmax": state.absmax}
         if state.nested:
             kept |= {"absmax_scale": bits_of(state.state2.absmax), "absmax_code": bits_of(state.state2.code)}
             kept["absmax_offset"] = bits_of(state.offset)
         else:
             kept["absmax"] = bits_of(state.absmax)
-        for name, tensor in kept.items():
-            layer.register_buffer(f"weight_{name}", tensor.detach())
+        super().__init__(layer, (int(state.shape[0]), int(state.shape[1])), state.dtype, kept)
+        self._type, self._blocksize = state.quant_type, state.blocksize
+        self._nested_blocksize = state.state2.blocksize if state.nested else 0
+        self.compute_dtype = source.compute_dtype  # type: ignore[assignment]
         self.row_step = self._aligned_rows()
 
     def _aligned_rows(self) -> int:
@@ -50,27 +44,6 @@ class Bnb4bitWeight(QuantizedWeight):
         """
         rows, columns = self._shape
         return 1 if columns % self._blocksize == 0 else max(1, rows)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """`(O, D)`."""
-        return self._shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weight that was quantised."""
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._kept("4bit").device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the 4-bit numbers and of their scales."""
-        return sum(
-            t.nbytes for key, t in self._buffers.items() if key.startswith("weight_") and t is not None
-        )
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         import bitsandbytes  # noqa: F401 - registers the operators
@@ -93,11 +66,6 @@ class Bnb4bitWeight(QuantizedWeight):
             absmax, scale, code, self._nested_blocksize, torch.float32
         )
         return whole + floats_of(self._kept("absmax_offset"))
-
-    def _kept(self, name: str) -> Tensor:
-        tensor = self._buffers[f"weight_{name}"]
-        assert tensor is not None
-        return tensor
 
 
 def _packed_in_rows(source: nn.Module) -> tuple[Tensor, Any]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .blocks import QuantizedWeight, bits_of, floats_of
+from .blocks import BufferedWeight, bits_of, floats_of
 
 
-class BnbInt8Weight(QuantizedWeight):
+class BnbInt8Weight(BufferedWeight):
     """`W = q s / 127` with integers `q [O, D]` and a scale `s [O]` for each row.
 
     On a CPU, bitsandbytes trains through the same product. In evaluation mode, and on a GPU, its own layer
@@ -19,50 +18,22 @@ class BnbInt8Weight(QuantizedWeight):
     one adapter's rows would change another's results. This class never does.
 
     Args:
-        layer: gets the buffers `weight_int8` and `weight_scale`; the scale is kept as integers, because a
-            change of the model's dtype leaves these alone.
+        layer: gets the buffers `weight_int8` and `weight_scale`.
         source: the `bitsandbytes.nn.Linear8bitLt` whose weight is taken over.
         dtype: of x.
     """
 
     def __init__(self, layer: nn.Module, source: nn.Module, dtype: torch.dtype) -> None:
-        self._buffers: Mapping[str, Tensor | None] = layer._buffers
-        self._dtype = dtype
+        weight: Any = source.weight
         scale = _scale(source)
         assert scale is not None
-        weight: Any = source.weight
-        layer._parameters["weight"] = None
-        layer.register_buffer("weight_int8", weight.data.detach())
-        layer.register_buffer("weight_scale", bits_of(scale.to(weight.device)))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """`(O, D)`."""
-        rows, columns = self._kept("int8").shape
-        return rows, columns
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the model when its weights were taken over."""
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._kept("int8").device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the integers and of their scales."""
-        return self._kept("int8").nbytes + self._kept("scale").nbytes
+        rows, columns = weight.shape
+        kept = {"int8": weight.data, "scale": bits_of(scale.to(weight.device))}
+        super().__init__(layer, (rows, columns), dtype, kept)
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
         scale = floats_of(self._kept("scale"))[begin:end].mul(1.0 / 127.0)
         return self._kept("int8")[begin:end].to(dtype).mul_(scale.unsqueeze(1))
-
-    def _kept(self, name: str) -> Tensor:
-        tensor = self._buffers[f"weight_{name}"]
-        assert tensor is not None
-        return tensor
 
 
 def _scale(source: nn.Module) -> Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .gptqmodel import GroupedWeight, fault_of_kernel, unpacked
+from .gptqmodel import WORD, GroupedWeight, fault_of_kernel, unpacked
 
 _KERNELS = ("TorchLinear", "TorchAtenLinear", "TorchCpuAvx512Linear", "TorchFusedLinear", "TritonV2Linear")
 
@@ -16,9 +16,10 @@ _KERNELS = ("TorchLinear", "TorchAtenLinear", "TorchCpuAvx512Linear", "TorchFuse
 class GptqWeight(GroupedWeight):
     """Integers of 2, 4 or 8 bits, packed along the inputs."""
 
-    def _codes(self, begin: int, end: int) -> Tensor:
-        words = self._kept("packed")[:, begin:end].t()
-        return unpacked(words, self._bits)[:, : self.shape[1]]
+    def _codes(self, inputs: slice, begin: int, end: int) -> Tensor:
+        words = slice(inputs.start * self._bits // WORD, -(-inputs.stop * self._bits // WORD))
+        found = unpacked(self._kept("packed")[words, begin:end], self._bits, 0)
+        return found[: inputs.stop - inputs.start]
 
 
 def fault(source: nn.Module) -> str | None:

@@ -2,32 +2,33 @@
 
 `W[o, i] = scale[g(i), o] (q[o, i] - zero[g(i), o])` (Frantar et al. 2022, "GPTQ"; Lin et al. 2023, "AWQ").
 
-Letters: D = d_in, O = d_out, G groups of inputs, n rows of W in a block.
+Letters: D = d_in, O = d_out, G groups of inputs, n rows of W in a block, d inputs that are computed at once.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .blocks import QuantizedWeight
+from .blocks import BufferedWeight
 
 BITS = (2, 4, 8)
 WORD = 32
 """Bits of the integers into which gptqmodel packs small ones."""
+_AT_ONCE, _AT_ONCE_ELSEWHERE = 1 << 18, 1 << 24
+"""Numbers of W that are computed at once: on a CPU what its cache holds, on other devices enough for them."""
 
 
-class GroupedWeight(QuantizedWeight):
+class GroupedWeight(BufferedWeight):
     """A weight of gptqmodel: packed integers, and a scale and a zero for each group of inputs.
 
     W has the bits of the library's `dequantize_weight`: it is computed in the dtype of the scales. The layer
     gets the buffers `weight_packed`, `weight_zeros` and `weight_scale`, which are the library's own tensors,
-    and `weight_group [D]` if the groups are not runs of neighbouring inputs (act-order). The scale is kept as
-    integers, because a change of the model's dtype leaves these alone.
+    and `weight_group [D]` if the groups are not runs of neighbouring inputs (act-order).
 
     Args:
         layer: gets the buffers.
@@ -35,85 +36,68 @@ class GroupedWeight(QuantizedWeight):
         dtype: of x.
     """
 
+    order: Sequence[int] | None = None
+    """Where the integer of each column is in a word of 4-bit integers; None: one after the other."""
+
     def __init__(self, layer: nn.Module, source: nn.Module, dtype: torch.dtype) -> None:
         own: Any = source
-        self._shape, self._dtype = (own.out_features, own.in_features), dtype
         self._bits, self._scale_dtype = int(own.bits), own.scales.dtype
         self.row_step = WORD // self._bits
-        self._buffers: Mapping[str, Tensor | None] = layer._buffers
-        layer._parameters["weight"] = None
         scale = own.scales.contiguous().view(_INTEGERS[own.scales.dtype.itemsize])
         kept = {"packed": own.qweight, "zeros": own.qzeros, "scale": scale}
         group = source._buffers.get("g_idx")
         if group is not None and not _in_order(group, len(scale)):
             kept["group"] = group.to(torch.int32)
-        for name, tensor in kept.items():
-            layer.register_buffer(f"weight_{name}", tensor.detach())
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """`(O, D)`."""
-        return self._shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the model when its weights were taken over."""
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._kept("packed").device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the integers, their scales, their zeros and the order of their groups."""
-        return sum(
-            t.nbytes for key, t in self._buffers.items() if key.startswith("weight_") and t is not None
-        )
+        super().__init__(layer, (own.out_features, own.in_features), dtype, kept)
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        scale = self._kept("scale").view(self._scale_dtype)[:, begin:end].t()
-        first, last = begin * self._bits // WORD, -(-end * self._bits // WORD)
-        zero = unpacked(self._kept("zeros")[:, first:last], self._bits, self.interleaved)
-        zero = zero[:, : end - begin].t().to(scale.dtype)
-        found = self._codes(begin, end).to(scale.dtype)
-        group = self._buffers.get("weight_group")
-        if group is not None:
-            found = found.sub_(zero[:, group]).mul_(scale[:, group])
-        else:
-            columns = found.shape[1]
-            found = found.view(end - begin, -1, min(columns, -(-columns // scale.shape[1])))
-            found.sub_(zero.unsqueeze(2)).mul_(scale.unsqueeze(2))
-        return found.view(end - begin, -1).to(dtype)
-
-    interleaved = False
-    """Whether eight 4-bit integers stand in a word in AWQ's order."""
+        scale_Gn = self._kept("scale").view(self._scale_dtype)[:, begin:end].contiguous()
+        zero_Gn = self._of_outputs("zeros", begin, end).to(scale_Gn.dtype)
+        found_Dn = scale_Gn.new_empty(self.shape[1], end - begin, dtype=dtype)
+        at_once = _AT_ONCE if self.device.type == "cpu" else _AT_ONCE_ELSEWHERE
+        step = max(1, at_once // (end - begin) // WORD) * WORD
+        for first in range(0, len(found_Dn), step):
+            part_dn = found_Dn[first : first + step]
+            inputs = slice(first, first + len(part_dn))
+            group_d = self._groups(inputs)
+            code_dn = self._codes(inputs, begin, end).to(scale_Gn.dtype)
+            code_dn.sub_(zero_Gn.index_select(0, group_d)).mul_(scale_Gn.index_select(0, group_d))
+            part_dn.copy_(code_dn)
+        return found_Dn.t()
 
     @abstractmethod
-    def _codes(self, begin: int, end: int) -> Tensor:
-        """Returns the integers of rows `[begin, end)` of W: `[n, D]` uint8."""
+    def _codes(self, inputs: slice, begin: int, end: int) -> Tensor:
+        """Returns the integers of some inputs in rows `[begin, end)` of W: `[d, n]`.
 
-    def _kept(self, name: str) -> Tensor:
-        tensor = self._buffers[f"weight_{name}"]
-        assert tensor is not None
-        return tensor
+        The first input is a multiple of `WORD`.
+        """
+
+    def _of_outputs(self, name: str, begin: int, end: int, inputs: slice = slice(None)) -> Tensor:
+        """Returns columns `[begin, end)` of integers that are packed along O."""
+        words = self._kept(name)[inputs, begin * self._bits // WORD : -(-end * self._bits // WORD)]
+        return unpacked(words, self._bits, 1, self.order)[:, : end - begin]
+
+    def _groups(self, inputs: slice) -> Tensor:
+        """Returns the groups of some inputs: `[d]`."""
+        if "group" in self._names:
+            return self._kept("group")[inputs]
+        size = -(-self.shape[1] // len(self._kept("scale")))
+        return torch.arange(inputs.start, inputs.stop, device=self.device) // size
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the integer of each column is in a word."""
 
 
-def unpacked(words: Tensor, bits: int, interleaved: bool = False) -> Tensor:
-    """Returns the integers `[..., W * 32 / bits]` uint8 in int32 words `[..., W]`, the lowest bits first."""
-    octets = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return octets
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
-    found = (octets.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).flatten(-2)
-    if interleaved and bits == 4:
-        found = found.unflatten(-1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(-2)
-    return found
+def unpacked(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
+    """Returns the integers of int32 words: `dim` is `32 / bits` times as long, the lowest bits first.
+
+    `order`: where the integers of 4 bits are in a word; default: one after the other.
+    """
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=words.device)
+    if order is not None and bits == 4:
+        shifts = shifts[list(order)]
+    shifts = shifts.view(-1, *[1] * (words.dim() - dim - 1))
+    return (words.unsqueeze(dim + 1) >> shifts).bitwise_and_((1 << bits) - 1).flatten(dim, dim + 1)
 
 
 def _in_order(group: Tensor, groups: int) -> bool:

@@ -63,6 +63,7 @@ def merge_and_unload(
     linear = [layer for layer in layers.values() if isinstance(layer, MultiLoRALinear)]
     config.fan_in_fan_out = bool(linear) and all(layer.fan_in_fan_out for layer in linear)
     config.modules_to_save = config.trainable_token_indices = None
+    config.ensure_weight_tying = False
     tuner: Any = LoraModel(_plain_copy(model), config, name, low_cpu_mem_usage=True)
     scalings = one_by_one({key: layer.specs[name] for key, layer in layers.items()})
     for key, layer in layers.items():
@@ -94,7 +95,7 @@ def _replace_trained(merged: nn.Module, key: str, layer: OverModule, name: str, 
     if safe and not all(parameter.isfinite().all() for parameter in own.values()):
         raise ValueError(f"adapter {name!r}: layer {key}: a trained weight is NaN or infinite")
     if spec.kind == TRAINED_COPY:
-        trained = copy.deepcopy(layer.modules_to_save.of(name)).requires_grad_(False).to(layer.frozen.dtype)
+        trained = _merged_copy(merged, layer, name).requires_grad_(False).to(layer.frozen.dtype)
         parent, _, child = key.rpartition(".")
         setattr(merged.get_submodule(parent), child, trained.train(merged.training))
         return
@@ -102,6 +103,17 @@ def _replace_trained(merged: nn.Module, key: str, layer: OverModule, name: str, 
     weight: Any = merged.get_submodule(key).weight
     with torch.no_grad():
         weight[list(spec.tokens)] = layer.trained_rows(name).to(weight.dtype)
+
+
+def _merged_copy(merged: nn.Module, layer: OverModule, name: str) -> nn.Module:
+    """Returns a copy of an adapter's module; one that is tied shares the weight of what is merged already."""
+    tied = layer.specs[name].tied_to
+    if not tied:
+        return copy.deepcopy(layer.modules_to_save.of(name))
+    weight: Any = merged.get_submodule(tied).weight
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head.weight = weight
+    return head
 
 
 def _mergeable(name: str, layers: Mapping[str, AdapterLayer]) -> dict[str, AdapterLayer]:

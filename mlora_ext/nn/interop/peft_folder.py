@@ -71,6 +71,7 @@ def write_folder(
     if target.exists() and not target.is_dir():
         raise ValueError(f"folder: {target} is a file; give a folder")
     state = _exported(model, name, _whole_state(model, name, weights))
+    state |= _tied(model, name, state)
     state |= _changed_base(model, name, embeddings)
     state = renamed_keys(state, PREFIX, *body_names(model, adapter_layers(model, name)))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -153,6 +154,16 @@ def _exported(model: nn.Module, name: str, state: Mapping[str, Tensor]) -> dict[
         for part, tensor in layer.exported(name, own).items():
             found[keys[part]] = tensor.contiguous()
     return found
+
+
+def _tied(model: nn.Module, name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the weights of tied copies, which a folder holds under the name of each layer."""
+    tied = {key: layer.specs[name] for key, layer in adapter_layers(model, name).items()}
+    return {
+        f"{PREFIX}{key}.weight": state[f"{PREFIX}{spec.tied_to}.weight"].clone()
+        for key, spec in tied.items()
+        if spec.tied_to and spec.kind == TRAINED_COPY
+    }
 
 
 def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -80,13 +80,23 @@ class PeftLayers:
             own = {} if rows.tied_adapter is not None else rows.trainable_tokens_delta
             return {"trainable_tokens_delta": own[name]} if own else {}
         if _is_wrapper(layer):
-            return dict(layer.modules_to_save[name].named_parameters())
+            return {} if self._is_tied(name, key) else dict(layer.modules_to_save[name].named_parameters())
         if name in layer.lora_embedding_A:
             return {part: getattr(layer, part)[name] for part in ("lora_embedding_A", "lora_embedding_B")}
         kind, parameter = self.kind(name), parameter_of(layer)
         prefix = "" if parameter is None else f"{parameter}_"
         places = {f"{prefix}{part}": kind.peft_place(part) for part in kind.parameter_names}
         return {part: getattr(getattr(layer, bank)[name], own) for part, (bank, own) in places.items()}
+
+    def _is_tied(self, name: str, key: str) -> bool:
+        """Whether an adapter's copy has the weight of its copy of an earlier layer."""
+        copies = {
+            other: getattr(layer.modules_to_save[name], "weight", None)
+            for other, layer in self.every.items()
+            if hasattr(layer, "modules_to_save") and name in layer.modules_to_save
+        }
+        first = next(other for other, weight in copies.items() if weight is copies[key])
+        return self.configs[name].ensure_weight_tying and first != key
 
     def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
         """Returns an adapter's weights by layer name and Parameter name, such as `lora_A`."""

@@ -17,7 +17,7 @@ from ...adapters.kind import LayerSpec, one_by_one
 from ...adapters.registry import parameters_by_key
 from ...adapters.trained_parts import TRAINED_COPY, task_heads
 from ..adapter_weights import adapter_layers, check_weights, peft_keys, write_weights
-from ..add_remove import add_adapter, plan_adapter
+from ..add_remove import plan_adapter, put_on
 from ..routing.router import router_of
 from .body_names import body_names, renamed_keys
 from .existing_config import refuse_changed_base, without_start
@@ -42,7 +42,7 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
     path = Path(folder)
     if name not in router_of(model).adapters:
         config, weights = read_adapter(model, name, path)
-        add_adapter(model, name, config, seed=seed)
+        put_on(model, name, config, seed=seed)
     else:
         plan = plan_adapter(model, name, read_config(path))
         weights, others = _read_weights(model, plan, path)
@@ -143,6 +143,8 @@ def _read_weights(
         for layer, spec in plan.items()
         for part, own in peft_keys(model.get_submodule(layer), spec).items()
     }
+    tied = {f"{layer}.weight": spec.tied_to for layer, spec in plan.items() if spec.kind == TRAINED_COPY}
+    places |= {own: (source, "weight") for own, source in tied.items() if source}
     copied = tuple(f"{layer}.{own}" for layer, spec in plan.items() for own in _repeated(spec))
     layers: dict[str, dict[str, Tensor]] = {}
     others = {}
@@ -153,7 +155,11 @@ def _read_weights(
         if part:
             if not tensor.float().isfinite().all():
                 raise ValueError(f"folder: {path}: the tensor {key} contains NaN or infinity")
-            layers.setdefault(layer, {})[part] = tensor
+            if not torch.equal(layers.setdefault(layer, {}).setdefault(part, tensor), tensor):
+                raise ValueError(
+                    f"folder: {path}: {key} differs from the weight of {layer}, and ensure_weight_tying says "
+                    "that they are one"
+                )
         elif not own.startswith(copied):
             others[key] = tensor
     for layer, parts in layers.items():

@@ -1,6 +1,6 @@
 """Initialises an adapter so that it makes up for the base's quantisation: initialise_from_weights.
 
-Letters: D = d_in, O = d_out, R = rank, K = min(D, O).
+Letters: D = d_in, O = d_out, R = rank.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ...frozen.quantized.families import is_quantized
 from ..adapter_weights import adapter_layers
 from ..linear import MultiLoRALinear
 from ..routing.router import router_of
+from .leading import leading_svd
 from .statistics import signs_of
 from .weights_folder import weights_in
 
@@ -100,12 +101,12 @@ def _nearest(original: Tensor, layer: MultiLoRALinear, spec: LayerSpec) -> dict[
     residual_OD = _residual(original, layer)
     if not residual_OD.any():
         return {}
-    u_OK, s_K, vh_KD = torch.linalg.svd(residual_OD, full_matrices=False)
-    missing = max(0, spec.rank - len(s_K))
-    root_R1 = (s_K[: spec.rank] / abs(spec.scaling)).sqrt().unsqueeze(1)
-    signs_R1 = signs_of(vh_KD[: spec.rank])  # of both halves of a pair: their product stays
-    a_RD = vh_KD[: spec.rank] * root_R1 * signs_R1
-    b_RO = u_OK.t()[: spec.rank] * root_R1 * signs_R1 * (1 if spec.scaling > 0 else -1)
+    u_OR, s_R, vh_RD = leading_svd(residual_OD, spec.rank)
+    missing = max(0, spec.rank - len(s_R))
+    root_R1 = (s_R / abs(spec.scaling)).sqrt().unsqueeze(1)
+    signs_R1 = signs_of(vh_RD)  # of both halves of a pair: their product stays
+    a_RD = vh_RD * root_R1 * signs_R1
+    b_RO = u_OR.t() * root_R1 * signs_R1 * (1 if spec.scaling > 0 else -1)
     pad = (0, 0, 0, missing)
     return {"lora_A": nn.functional.pad(a_RD, pad), "lora_B": nn.functional.pad(b_RO, pad).t()}
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 ROWS = 64  # prompts that a classifier reads at once
+CLASSES = {"TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering"}
 
 
 def generate(
@@ -68,56 +69,107 @@ def generate(
         import torch
 
         from mlora.model.base_info import BaseInfo
-        from mlora.model.generation import GenerationRequest, complete, end_token, sampling, text_of
+        from mlora.model.generation import sampling
 
         texts, draw = read_prompts(prompt or [], prompts), sampling(temperature, top_p, top_k)
         named, folders, quantization = find_adapters(source)
-        chosen = list(adapter or folders)
-        for name in chosen:
-            if name not in folders and name != "__base__":
-                raise RunError(
-                    f"{source}: has no trained adapter {name!r}; it has {', '.join(folders) or 'none'}"
-                )
-        if not chosen:
-            raise RunError(
-                f"{source}: has no trained adapter yet; `mlora status {source}` shows its progress"
-            )
+        chosen = _chosen(source, list(folders), adapter or [])
         if not (base_model or named):
             raise RunError(f"{source}: names no base model; give it with --base-model")
         base = BaseInfo(base_model or named)
-        tokenizer = base.tokenizer()
-        tokens = _tokens(tokenizer, texts, chat)
+        tokens = _tokens(base.tokenizer(), texts, chat)
         wanted = {name: folders[name] for name in chosen if name != "__base__"}
-        classifiers = _classifiers(wanted)
+        classifiers, unserved = _by_answer(wanted)
+        chosen = _served(chosen, unserved, wanted, asked=adapter or [])
+        wanted = {name: folder for name, folder in wanted.items() if name in chosen}
         with _enough_memory(f"loading {base.name}", "--bf16 takes half the memory"):
             engine = _load(base, wanted, bf16, device, None if base_model else quantization)
-        texts_wanted = len(classifiers) < len(chosen)
-        budgets = [_budget(ids, max_new_tokens, base.max_positions) if texts_wanted else 0 for ids in tokens]
-        pairs = [(name, index) for index in range(len(texts)) for name in chosen]
-        completed = [(name, index) for name, index in pairs if name not in classifiers]
-        requests = [GenerationRequest(name, tokens[index], budgets[index]) for name, index in completed]
         torch.manual_seed(seed)
-        try:
-            with _enough_memory("completing prompts", "give fewer prompts, or lower --max-new-tokens"):
-                outputs = complete(engine.model, requests, end_token=end_token(tokenizer), draw=draw)
-                labels = _labels(engine, classifiers, tokens)
-        except ValueError as error:
-            raise RunError(str(error)) from error
+        with _enough_memory("completing prompts", "give fewer prompts, or lower --max-new-tokens"):
+            answers = _answers(engine, base, chosen, classifiers, tokens, max_new_tokens, draw)
+        for (name, index), (kind, answer) in answers.items():
+            print(_line(name, texts[index], kind, answer, json_lines=json_lines, chat=chat))
+
+
+def _chosen(source: Path, found: Sequence[str], asked: Sequence[str]) -> list[str]:
+    """Returns the names of the adapters to answer with: those asked for, else all of `source`."""
+    for name in asked:
+        if name not in found and name != "__base__":
+            raise RunError(f"{source}: has no trained adapter {name!r}; it has {', '.join(found) or 'none'}")
+    if not asked and not found:
+        raise RunError(f"{source}: has no trained adapter yet; `mlora status {source}` shows its progress")
+    return list(asked or found)
+
+
+def _served(
+    chosen: Sequence[str],
+    unserved: Mapping[str, tuple[str, str]],
+    folders: Mapping[str, Path],
+    *,
+    asked: Sequence[str],
+) -> list[str]:
+    """Returns the chosen adapters without those that are not served, and says which these are.
+
+    RunError if one of these was asked for by its name, or if none is left.
+    """
+    left = [name for name in chosen if name not in unserved]
+    for name, (what, of_task) in unserved.items():
+        if name in asked or not left:
+            others = "" if not asked and not left else "name other adapters with --adapter, and "
+            raise RunError(
+                f"{name}: {what}; {others}load {folders[name]} with PEFT over AutoModelFor{of_task}"
+            )
+    for reason in dict.fromkeys(unserved.values()):
+        names = ", ".join(name for name, one in unserved.items() if one == reason)
+        what, of_task = reason
+        print(f"warning: {names}: left out: {what}; use PEFT over AutoModelFor{of_task}", file=sys.stderr)
+    return left
+
+
+def _answers(
+    engine: Engine,
+    base: BaseInfo,
+    chosen: Sequence[str],
+    classifiers: Mapping[str, Sequence[str] | None],
+    prompts: Sequence[tuple[int, ...]],
+    max_new_tokens: int,
+    draw: dict[str, Any],
+) -> dict[tuple[str, int], tuple[str, Any]]:
+    """Returns what each adapter answers to each prompt, by its name and the prompt's index.
+
+    An answer is its kind, `completion` or `label`, and what it says. Prompts come in their order, the
+    adapters of each as they were chosen.
+    """
+    from mlora.model.generation import GenerationRequest, complete, end_token, text_of
+
+    pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
+    completed = [pair for pair in pairs if pair[0] not in classifiers]
+    requests = [
+        GenerationRequest(name, prompts[index], _budget(prompts[index], max_new_tokens, base.max_positions))
+        for name, index in completed
+    ]
+    tokenizer = base.tokenizer()
+    try:
+        outputs = complete(engine.model, requests, end_token=end_token(tokenizer), draw=draw)
+        labels = _labels(engine, classifiers, prompts)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    found: dict[tuple[str, int], tuple[str, Any]] = {
+        pair: ("completion", text_of(tokenizer, output))
+        for pair, output in zip(completed, outputs, strict=True)
+    }
+    found |= {pair: ("label", label) for pair, label in labels.items()}
+    return {pair: found[pair] for pair in pairs}
+
+
+def _line(name: str, prompt: str, kind: str, answer: Any, *, json_lines: bool, chat: bool) -> str:
+    """Returns the line of an answer."""
+    if json_lines:
         escaped = not re.fullmatch("utf-?8", sys.stdout.encoding or "", re.IGNORECASE)
-        found: dict[tuple[str, int], tuple[str, Any]] = {
-            pair: ("completion", text_of(tokenizer, output))
-            for pair, output in zip(completed, outputs, strict=True)
-        }
-        found |= {pair: ("label", label) for pair, label in labels.items()}
-        for name, index in pairs:
-            kind, answer = found[name, index]
-            if json_lines:
-                line = {"adapter": name, "prompt": texts[index], kind: answer}
-                print(json.dumps(line, ensure_ascii=escaped))
-            elif kind == "label":
-                print(f"[{name}] {texts[index]} | label {answer}")
-            else:
-                print(f"[{name}] {texts[index]}{' | ' if chat else ''}{answer}")
+        return json.dumps({"adapter": name, "prompt": prompt, kind: answer}, ensure_ascii=escaped)
+    if kind == "label":
+        return f"[{name}] {prompt} | label {answer}"
+    return f"[{name}] {prompt}{' | ' if chat else ''}{answer}"
 
 
 def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
@@ -190,16 +242,20 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bo
         raise RunError(f"--chat: {error}") from None
 
 
-def _classifiers(folders: Mapping[str, Path]) -> dict[str, list[str] | None]:
-    """Returns the adapters that predict one label, and the labels' names, if they have any.
+def _by_answer(
+    folders: Mapping[str, Path],
+) -> tuple[dict[str, list[str] | None], dict[str, tuple[str, str]]]:
+    """Returns the adapters that predict one label, and those that predict neither one label nor text.
 
-    RunError for an adapter that predicts neither one label nor text.
+    The former with the labels' names, if they have any; the latter with why not, and the end of the name of
+    the class `AutoModelFor...` that serves them.
     """
     from mlora.model.task_heads import label_objective
     from mlora_ext.adapters.trained_parts import labels_of, task_of
     from mlora_ext.nn.interop.read_folder import read_config
 
-    found: dict[str, list[str] | None] = {}
+    classifiers: dict[str, list[str] | None] = {}
+    unserved: dict[str, tuple[str, str]] = {}
     for name, folder in folders.items():
         try:
             config = read_config(folder)
@@ -209,18 +265,13 @@ def _classifiers(folders: Mapping[str, Path]) -> dict[str, list[str] | None]:
         if objective is None:
             continue
         task, problem = task_of(config), objective["name"]
-        if task != "SEQ_CLS" or problem in ("regression", "multi_label_classification"):
-            classes = {"TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering"}
-            of_task = classes.get(task, "SequenceClassification")
-            what = f"task_type {task} predicts no text"
-            if task == "SEQ_CLS":
-                what = f"problem_type {problem} predicts no single label"
-            raise RunError(
-                f"{name}: {what}; name other adapters with --adapter, and load {folder} with PEFT over "
-                f"AutoModelFor{of_task}"
-            )
-        found[name] = labels_of(config).get("label_names")
-    return found
+        if task != "SEQ_CLS":
+            unserved[name] = f"task_type {task} predicts no text", CLASSES[task]
+        elif problem in ("regression", "multi_label_classification"):
+            unserved[name] = f"problem_type {problem} predicts no single label", "SequenceClassification"
+        else:
+            classifiers[name] = labels_of(config).get("label_names")
+    return classifiers, unserved
 
 
 def _labels(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from mlora.run.reporter import Pace, Reporter
+from mlora.run.reporter import Pace, Reporter, labels_told
 from mlora.tasks.task import Progress, Task
 
 if TYPE_CHECKING:
@@ -69,9 +69,10 @@ class LiveTable(Reporter):
         self._live: Live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Starts to draw."""
+        """Starts to draw, and prints the labels of the tasks' heads above the table."""
         self._tasks = tasks
         self._live.start()
+        self._tell_labels(tasks)
         self._draw()
 
     def step(self, task: Task, record: dict[str, Any]) -> None:
@@ -85,9 +86,16 @@ class LiveTable(Reporter):
         self._draw()
 
     def joined(self, task: Task, tasks: Sequence[Task]) -> None:
-        """Redraws with one more row."""
+        """Redraws with one more row, and prints the labels of the new task's head above the table."""
         self._tasks = tasks
+        self._tell_labels([task])
         self._draw()
+
+    def _tell_labels(self, tasks: Sequence[Task]) -> None:
+        for task in tasks:
+            labels = labels_told(task)
+            if labels:
+                self.note(f"{task.name}: {labels}")
 
     def changed(self, task: Task) -> None:
         """Redraws, and prints a fault above the table."""

@@ -31,16 +31,21 @@ def metric_key(name: str) -> str:
     return name if name.startswith("eval_") else f"eval_{name}"
 
 
-def unknown_metric(adapter: Any) -> str | None:
-    """Returns why an `AdapterConfig`'s evaluations lack its ``metric_for_best_model``; None: they have it.
+def greater_is_better(metric: str, asked: bool | None) -> bool:
+    """Whether greater is better: as `asked`, or as Transformers has it, unless the name ends in ``loss``."""
+    return not metric.endswith("loss") if asked is None else asked
+
+
+def unknown_metric(asked: str, objective: Any) -> str | None:
+    """Returns why evaluations with an objective lack a metric; None: they have it.
 
     What a loss of one's own reports shows in the first evaluation.
     """
-    asked, found = adapter.metric_for_best_model, metrics_of(adapter.objective)
-    if asked is None or found is None:
+    found = metrics_of(objective)
+    if found is None:
         return None
     known = {"loss": "", **dict.fromkeys(found, "")}
-    if adapter.objective == CROSS_ENTROPY:
+    if name_of(objective) == CROSS_ENTROPY:
         known |= {"accuracy": " (of a classifier)", "exact_match": " (needs eval_exact_match: true)"}
     name = metric_key(asked).removeprefix("eval_")
     if name in known:
@@ -48,7 +53,7 @@ def unknown_metric(adapter: Any) -> str | None:
     near = spelt_alike(name, list(known))
     metrics = ", ".join(one + more for one, more in known.items())
     hint = f"did you mean {near!r}?" if near else f"metrics: {metrics}"
-    return f"{asked!r} is not measured with objective {name_of(adapter.objective)}; {hint}"
+    return f"{asked!r} is not measured with objective {name_of(objective)}; {hint}"
 
 
 def best_rule(adapter: Any) -> BestRule | None:
@@ -62,8 +67,7 @@ def best_rule(adapter: Any) -> BestRule | None:
     if not (loads or stops or adapter.metric_for_best_model is not None):
         return None
     metric = metric_key(adapter.metric_for_best_model or "loss")
-    greater = adapter.greater_is_better
-    return BestRule(metric, not metric.endswith("loss") if greater is None else greater, loads)
+    return BestRule(metric, greater_is_better(metric, adapter.greater_is_better), loads)
 
 
 def check_evaluation(adapter: Any) -> None:

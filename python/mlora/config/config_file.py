@@ -106,7 +106,7 @@ def resolve_config(
             searched = any(location[2 : 2 + len(leaf.keys)] == leaf.keys for leaf in space.values())
             return ("sweep", "search" if searched else "adapter", *location[2:])
 
-        resolve_config(config.with_samples(), where=where, moved=in_sweep)
+        resolve_config(config.with_samples(), folder=folder, where=where, moved=in_sweep)
     return config
 
 

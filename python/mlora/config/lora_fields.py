@@ -191,19 +191,17 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     from peft.utils.other import get_pattern_key
 
     from mlora_ext.adapters.kind import one_by_one
-    from mlora_ext.nn.targets import is_linear, low_rank, target_layers
+    from mlora_ext.nn.idle_targets import idle_targets
+    from mlora_ext.nn.targets import linear_names, low_rank, target_layers
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
     plain = copy.deepcopy(lora)  # without its task: a causal model has no head for it
     plain.task_type, plain.modules_to_save, plain.trainable_token_indices = None, None, None
     layers = target_layers(model, name, plain)
     lines = []
-    if lora.target_modules is not None and not isinstance(lora.target_modules, str):
-        known = list(dict.fromkeys(key.rpartition(".")[2] for key, m in modules.items() if is_linear(m)))
-        for entry in sorted(lora.target_modules):
-            if not any(f".{key}".endswith(f".{entry}") for key in modules):
-                near = nearest(entry, known, "linear layers")
-                lines.append(f"{name}: lora.target_modules: {entry!r} matches nothing in the model; {near}")
+    for entry in idle_targets(model, plain):
+        near = nearest(entry, linear_names(model), "linear layers")
+        lines.append(f"{name}: lora.target_modules: {entry!r} matches nothing in the model; {near}")
     whole = () if lora.target_modules == "all-linear" else lora.modules_to_save or ()
     lines += [
         f"{name}: lora.modules_to_save: {one!r} covers modules of target_modules; they are trained whole and "

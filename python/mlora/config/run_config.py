@@ -412,7 +412,8 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
             f"must be at least 2 for objective {name}, whose KL term pairs prompts with completions of other "
             "samples of the batch",
         )
-    if (reason := unknown_metric(adapter)) is not None:
+    asked = adapter.metric_for_best_model
+    if asked is not None and (reason := unknown_metric(asked, adapter.objective)):
         yield "metric_for_best_model", reason
     reference = reference_of(adapter.objective)
     if reference not in (None, BASE_ROWS, START):

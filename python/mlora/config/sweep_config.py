@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from mlora.config.best_rule import greater_is_better, metric_key, unknown_metric
 from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
 from mlora.config.strict import Strict, resolve_path, wrong_key
+from mlora.objectives.options import ObjectiveError
+from mlora.objectives.registry import with_place
 
 MOST_TRIALS = 10_000
 NAMED = "the run names its trials by their numbers; remove this key"
@@ -19,6 +23,26 @@ NAMED = "the run names its trials by their numbers; remove this key"
 def is_trial(name: str) -> bool:
     """Whether an adapter's name has the form of a sweep's trial."""
     return re.fullmatch(r"trial-\d+", name) is not None
+
+
+def _found(key: str, value: Any, info: ValidationInfo) -> Any:
+    """Returns a field of an adapter with absolute paths; relative ones start at the config's folder."""
+    if key == "init_from" and isinstance(value, str):
+        return resolve_path(value, info)
+    if key == "objective":
+        return with_place(value, (info.context or {}).get("folder", "."))
+    return value
+
+
+def _found_choices(key: str, leaf: Any, info: ValidationInfo) -> Any:
+    """Returns a field of the search space with absolute paths in its choices."""
+    if not isinstance(leaf, dict):
+        return leaf
+    if isinstance(leaf.get("choice"), list):
+        return {**leaf, "choice": [_found(key, value, info) for value in leaf["choice"]]}
+    if key == "objective" and "name" in leaf:
+        return {**leaf, "name": _found_choices(key, leaf["name"], info)}
+    return leaf
 
 
 class SweepConfig(Strict):
@@ -32,12 +56,14 @@ class SweepConfig(Strict):
     ``sampler`` proposes values: Optuna's ``tpe`` or ``random``, or ``grid``, which tries all combinations in
     turn. ``pruner``, one of Optuna's, judges a trial after each evaluation and ends it if its ``eval_loss``
     falls behind. ``sampler_kwargs`` and ``pruner_kwargs`` are the arguments of Optuna's classes. Trials are
-    ranked by the ``metric`` of the weights with which they end.
+    ranked by the ``metric`` of the weights with which they end: any that their evaluations measure. As in
+    Transformers, greater is better unless its name ends in ``loss`` or ``greater_is_better`` says otherwise.
     """
 
     trials: int | None = Field(default=None, ge=1, le=MOST_TRIALS)
     places: int = Field(default=4, ge=1, le=MOST_TRIALS)
-    metric: Literal["eval_loss", "eval_exact_match"] = "eval_loss"
+    metric: str = Field(default="eval_loss", min_length=1)
+    greater_is_better: bool | None = None
     sampler: Literal["tpe", "random", "grid"] = "tpe"
     sampler_kwargs: dict[str, Any] = Field(default_factory=dict)
     pruner: Literal["none", "median", "percentile", "successive_halving", "hyperband"] = "none"
@@ -49,6 +75,11 @@ class SweepConfig(Strict):
     def space(self) -> Space:
         """The leaves of ``search`` by path."""
         return read_space(self.search)
+
+    @property
+    def greater(self) -> bool:
+        """Whether a greater value of the metric is better."""
+        return greater_is_better(self.metric, self.greater_is_better)
 
     @property
     def count(self) -> int:
@@ -110,18 +141,26 @@ class SweepConfig(Strict):
             raise wrong_key("sweep.adapter.eval_dataset", "is missing; trials are ranked by it")
         if self.metric == "eval_exact_match" and given.get("eval_exact_match") is not True:
             raise wrong_key("sweep.adapter.eval_exact_match", "must be true; trials are ranked by it")
+        for sample in self.samples():
+            with suppress(ObjectiveError):  # what is wrong with the objective itself is told with its trials
+                objective = sample.get("objective", defaults["objective"])
+                if reason := unknown_metric(self.metric, objective):
+                    raise wrong_key("sweep.metric", reason)
         if self.pruner != "none" and given.get("eval_steps") is None:
             raise wrong_key("sweep.adapter.eval_steps", "is missing; the pruner acts after each evaluation")
         self.pruner_arguments(defaults)
+
+    @field_validator("metric")
+    @classmethod
+    def _metric(cls, value: str) -> str:
+        return metric_key(value)
 
     @field_validator("adapter")
     @classmethod
     def _adapter(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         if "name" in value:
             raise wrong_key("name", NAMED)
-        if isinstance(value.get("init_from"), str):
-            return {**value, "init_from": resolve_path(value["init_from"], info)}
-        return value
+        return {key: _found(key, field, info) for key, field in value.items()}
 
     @field_validator("search")
     @classmethod
@@ -129,11 +168,7 @@ class SweepConfig(Strict):
         space = read_space(value)
         if "name" in space:
             raise wrong_key("name", NAMED)
-        leaf = value.get("init_from")
-        if isinstance(leaf, dict) and isinstance(leaf.get("choice"), list):
-            paths = [resolve_path(path, info) if isinstance(path, str) else path for path in leaf["choice"]]
-            return {**value, "init_from": {"choice": paths}}
-        return value
+        return {key: _found_choices(key, leaf, info) for key, leaf in value.items()}
 
     @model_validator(mode="after")
     def _consistent(self) -> SweepConfig:

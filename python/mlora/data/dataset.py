@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlora.data.file_types import refuse_other_kinds
 from mlora.data.formats import parser_of
 from mlora.data.label_formats import LabelRules
-from mlora.data.record import FormatError, Prompt, Record, check_ids, json_name, text_of_key
+from mlora.data.record import FormatError, NoTokenizerError, Prompt, Record, check_ids, json_name, text_of_key
 from mlora.data.record import Sample as Sample  # others import it from here
 from mlora.errors import RunError
 from mlora.objectives.registry import Style
@@ -69,11 +69,18 @@ def load_dataset(
     except FormatError as error:
         raise RunError(f"{path}: the dataset {name!r} of format {format}: {error}") from None
     refuse_other_kinds(path)
-    records = []
+    records: list[tuple[int, Record]] = []
     for line, fields in read_lines(path):
         try:
             record = parse(fields)
             check_ids(record.sample, vocab_size)
+        except NoTokenizerError as error:
+            if not records:
+                raise RunError(f"{path}:{line}: {error}") from None
+            raise RunError(
+                f"{path}:{line}: has {error.keys}, but the lines before it, from line {records[0][0]} on, "
+                "have input_ids; write all lines of a file alike"
+            ) from None
         except FormatError as error:
             raise RunError(f"{path}:{line}: {error}") from None
         records.append((line, record))

@@ -12,6 +12,7 @@ from mlora.data.record import (
     AnswerSample,
     FormatError,
     LabelledSample,
+    NoTokenizerError,
     Record,
     ids_of_key,
     json_name,
@@ -86,9 +87,7 @@ def question_answering(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[d
                 raise FormatError(f"'end_positions' is {last}, before 'start_positions', which is {first}")
             return Record(AnswerSample.of_answer(ids, first, last))
         if tokenizer is None:
-            raise FormatError(
-                "the base model has no tokenizer; give input_ids in place of question and context"
-            )
+            raise NoTokenizerError("question and context")
         if not tokenizer.is_fast:
             raise FormatError("the base model's tokenizer gives no places of tokens; give input_ids")
         return Record(_answered(fields, tokenizer))
@@ -141,7 +140,7 @@ def _ids(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> t
     key = "text" if "text" in fields and "input_ids" not in fields else "input_ids"
     if key == "text":
         if tokenizer is None:
-            raise FormatError("the base model has no tokenizer; give input_ids in place of text")
+            raise NoTokenizerError("text")
         ids = tuple(tokenizer(text_of_key(fields, "text"))["input_ids"])
     else:
         ids = ids_of_key(fields, "input_ids")

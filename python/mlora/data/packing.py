@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from mlora.data.record import NOT_TRAINED, Sample
 from mlora.memory.memory_model import SilentRows
 from mlora.model.attention import PackedSequences
+from mlora.objectives.options import START, owner_of
 from mlora_ext import SegmentLayout
 
 BASE = "__base__"
@@ -65,6 +66,7 @@ class PackedBatch:
     tokens: dict[str, int]  # number of trained tokens by owner; sums to M, or is 0 for prompts
     # the divisor of each adapter's loss, as its objective gives it; without an entry, `tokens`
     units: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, str] = field(default_factory=dict)  # of each adapter whose objective could not give it
     facts: tuple[tuple[Sequence[float], ...], ...] = ()  # of each owner: those of its samples
     # rows that are run without gradient, by their owners, or None; and for each owner of rows with gradient
     # the sequences among them that its loss reads, by index
@@ -125,6 +127,7 @@ def pack(
     row0: Mapping[str, int] | None = None,
     vocab_size: int | None = None,
     device: torch.device | str = "cpu",
+    starts: Mapping[str, str] | None = None,
 ) -> PackedBatch:
     """Packs samples row after row, in the order of the mapping.
 
@@ -132,12 +135,13 @@ def pack(
         batches: samples by adapter name; None or `__base__` is the base model alone.
         row0: rows that an adapter has already seen in its current optimizer step; default 0.
         vocab_size: ids must lie below it; None = unchecked.
+        starts: for adapters that compare with the weights that they began with, the names of these.
 
     Raises:
         ValueError: a sample is empty, its labels differ in length, or an id is outside the vocabulary.
     """
     names = tuple(name or BASE for name in batches)
-    silent, reads = _pack_silent(batches.values(), vocab_size, device)
+    silent, reads = _pack_silent(batches, vocab_size, device, starts or {})
     ids: list[int] = []
     labels: list[int] = []
     sequences: list[int] = []
@@ -172,13 +176,20 @@ def pack(
 
 
 def _pack_silent(
-    batches: Iterable[Sequence[Any]], vocab_size: int | None, device: torch.device | str
+    batches: Mapping[str | None, Sequence[Any]],
+    vocab_size: int | None,
+    device: torch.device | str,
+    starts: Mapping[str, str],
 ) -> tuple[PackedBatch | None, tuple[tuple[int, ...], ...]]:
     """Packs the sequences that are run without gradient, and says which of them each owner's samples read.
 
     Equal sequences of one owner, such as the references of several adapters on the same data, are run once.
     """
-    asked = [[each for sample in samples for each in sample.silent] for samples in batches]
+    asked = []
+    for name, samples in batches.items():
+        renamed = {owner_of(START, name): starts[name]} if name is not None and name in starts else {}
+        silent = [each for sample in samples for each in sample.silent]
+        asked.append([(renamed.get(owner, owner), sequence) for owner, sequence in silent])
     owners: dict[str | None, dict[Sample, None]] = {}
     for name, sequence in (each for own in asked for each in own):
         owners.setdefault(name, {})[sequence] = None

@@ -15,6 +15,18 @@ class FormatError(Exception):
     """A line is wrong, or something that its format needs is missing; the catcher names file and line."""
 
 
+class NoTokenizerError(FormatError):
+    """A line with text came to a parser without a tokenizer.
+
+    Args:
+        keys: the line's text, for messages.
+    """
+
+    def __init__(self, keys: str) -> None:
+        self.keys = keys
+        super().__init__(f"the base model has no tokenizer; give input_ids in place of {keys}")
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One sequence of tokens."""

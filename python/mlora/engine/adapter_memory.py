@@ -16,6 +16,7 @@ from mlora.engine.dry_run import DryStage, States
 from mlora.memory.estimate import MemoryEstimate, MemorySample
 from mlora.memory.memory_model import SilentRows
 from mlora.optim.optim_config import OptimConfig
+from mlora.scheduler import sum_of
 from mlora_ext.adapters.lora_config import without_start
 
 if TYPE_CHECKING:
@@ -40,7 +41,12 @@ class _Known:
     states: list[States]
     longest: int
     silent: bool = False  # whether it has sequences that are run without gradient, such as references
-    beside: tuple[int, ...] = ()  # bytes at each stage of the weights that it began with, if they stay
+    start: str | None = None  # what it began with, if that stays beside it
+
+    @property
+    def beside(self) -> tuple[int, ...]:
+        """Bytes at each stage of the weights that it began with, if they stay."""
+        return tuple(0 if self.start is None else state.weights for state in self.states)
 
     @cached_property
     def key(self) -> tuple[tuple[str, int], ...]:
@@ -65,23 +71,22 @@ class AdapterMemory:
         longest: int,
         *,
         silent: bool = False,
-        twice: bool = False,
+        start: str | None = None,
         trained: bool = True,
     ) -> None:
         """Takes in an adapter whose longest sequence will have `longest` rows; most other methods need this.
 
         One of EVA counts with the most ranks that it can get. `silent`: some of its sequences are run
-        without gradient. `twice`: the weights that it began with stay beside it. `trained`: whether its
-        optimizer will make updates.
+        without gradient. `start`: names the weights that it began with, if they stay beside it; adapters
+        with the same ones share them. `trained`: whether it has gradients and an optimizer.
 
         Raises ValueError if the adapter cannot be put on the base.
         """
         lora = without_start(lora)
         states = [stage.states(lora, optim) for stage in self._stages]
         if not trained:
-            states = [replace(state, moments=0, update=0) for state in states]
-        beside = tuple(twice * (state.weights + state.gradients) for state in states)
-        self._known[name] = _Known(lora, states, longest, silent, beside)
+            states = [replace(state, gradients=0, moments=0, update=0) for state in states]
+        self._known[name] = _Known(lora, states, longest, silent, start)
         self.estimate.forget_keys()
 
     def forget(self, name: str) -> None:
@@ -109,9 +114,19 @@ class AdapterMemory:
         """Returns the bytes of an adapter's weights and gradients at each stage."""
         return self._with_those_beside(name, lambda state: state.weights + state.gradients)
 
-    def at_rest(self, name: str) -> tuple[int, ...]:
-        """Returns the bytes of an adapter's states at each stage between micro-batches."""
-        return self._with_those_beside(name, lambda state: state.total)
+    def at_rest(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Returns the bytes of some adapters' states at each stage between micro-batches.
+
+        What they share counts once, as it is in memory. Admission counts it for each adapter.
+        """
+        sizes: list[Sequence[int]] = []
+        counted: set[str | None] = {None}
+        for known in (self._known[name] for name in names):
+            sizes.append([state.total for state in known.states])
+            if known.start not in counted:
+                counted.add(known.start)
+                sizes.append(known.beside)
+        return sum_of(sizes, len(self._stages))
 
     def _with_those_beside(self, name: str, size: Callable[[States], int]) -> tuple[int, ...]:
         known = self._known[name]

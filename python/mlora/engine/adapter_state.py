@@ -97,6 +97,7 @@ class AdapterState:
         objective: what it is trained for.
         objective_spec: what the last stage makes the objective of: plain values.
         start: the name under which the weights that it began with stay beside it, for its objective; or None.
+            Adapters that began with equal weights share them.
         start_digest: of these weights.
         steps: optimizer steps, taken or skipped.
         units: what divides its gradient, since the last step.
@@ -105,6 +106,7 @@ class AdapterState:
         update: what the stages must do just before the adapter's next forward.
         under_way: micro-batches in the pipeline, evaluations included.
         ending: whether the last micro-batch of its accumulation is among them.
+        fault: why its optimizer failed on a stage; empty if it did not.
     """
 
     replica: int
@@ -121,6 +123,7 @@ class AdapterState:
     update: Update | None = None
     under_way: int = 0
     ending: bool = False
+    fault: str = ""
 
     def entered(self, rows: int, units: int) -> None:
         """Counts a micro-batch that has entered the pipeline."""
@@ -190,6 +193,10 @@ class AdapterStates(dict[str, AdapterState]):
         """The names that the engine's user has given."""
         starts = {state.start for state in self.values()}
         return [name for name in self if name not in starts]
+
+    def users_of(self, start: str) -> list[str]:
+        """Returns the adapters that began with the weights of this name."""
+        return [name for name, state in self.items() if state.start == start]
 
     def at_rest(self, name: str) -> AdapterState:
         """Returns an adapter's state; raises ValueError if a batch of it is under way."""

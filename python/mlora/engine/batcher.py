@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
+from operator import index
 from typing import Any
 
 import torch
@@ -17,11 +20,12 @@ from mlora.engine.adapter_state import AdapterStates, BatchResult
 from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
 from mlora.engine.stage_group import StageGroup
 from mlora.memory.estimate import MemorySample
-from mlora.objectives.custom import LossError
+from mlora.objectives.custom import FailuresOfLoss, LossError
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.objective import CrossEntropy, Objective
-from mlora.objectives.options import owner_of
+from mlora.objectives.options import START
 from mlora.objectives.registry import CROSS_ENTROPY
+from mlora.optim.optimizer import OptimizerError
 from mlora.optim.step_rule import Update
 from mlora.pipeline.order import ALONE, RoundPosition
 
@@ -193,6 +197,8 @@ class Batcher:
 
         Raises:
             ValueError: if the batch is not under way, as after an error in one that started before it.
+            OptimizerError: if an adapter's optimizer failed on a stage, which made the step just before the
+                batch. Remove the adapter then.
             Exception: as `forward_backward`.
         """
         results: dict[str, BatchResult] = {}
@@ -201,6 +207,7 @@ class Batcher:
                 stack.callback(self._take_back, future, future.parts[place:])
                 notes, losses = self._leave(batch, number)
                 stack.pop_all()
+            self._note_failures(note["failed"] for note in notes)
             if notes and all("memory" in note for note in notes):
                 phases = tuple(tuple(note["memory"]) for note in notes)
                 future.measured.append(MemorySample(batch.all_lengths, phases))
@@ -217,11 +224,50 @@ class Batcher:
             after = self.memory_after if self._states.idle else ()
             self._admission.passed(future.measured, self.peak_memory, after)
             self._admission.left(id(future))
+        failed = [name for name in results if self._states[name].fault]
+        for name in failed:
+            reason = self._states[name].fault.partition(": ")[2]
+            results[name] = replace(results[name], loss_sum=math.nan, fault=reason)
         for name in (name for name, result in results.items() if result.fault):
             self._states[name].leave(Update())
+        if raises and failed:
+            raise OptimizerError(self._states[failed[0]].fault)
         if raises:
             _raise_faults(results)
         return results
+
+    def settle(self, names: Sequence[str]) -> dict[str, str]:
+        """Makes the stages apply the steps that were decided; with one stage they have been.
+
+        Over several stages, each stage else makes a step just before the adapter's next forward.
+
+        Args:
+            names: of adapters.
+
+        Returns:
+            Why optimizers failed, by adapter. Remove these adapters: some of their weights may have changed.
+
+        Raises:
+            ValueError: if a name is unknown.
+        """
+        replicas: dict[int, list[str]] = {}
+        for name in names:
+            replicas.setdefault(self._states.of(name).replica, []).append(name)
+        for replica, own in replicas.items():
+            updates = self._states.updates(own)
+            if updates:
+                self._note_failures(self._pipeline.control("update", {"updates": updates}, replica=replica))
+        return {name: self._states[name].fault for name in names if self._states[name].fault}
+
+    def _flush(self, *names: str) -> None:
+        """Makes the stages apply decided updates, if they have not; raises OptimizerError if one failed."""
+        for message in self.settle(names).values():
+            raise OptimizerError(message)
+
+    def _note_failures(self, of_stages: Iterable[Mapping[str, str]]) -> None:
+        """Notes which optimizers have failed; of several stages the first one counts."""
+        for name, message in (each for failed in of_stages for each in failed.items()):
+            self._states[name].fault = self._states[name].fault or message
 
     def _take_back(self, future: BatchFuture, parts: _Parts) -> None:
         if self._admission is not None:
@@ -357,8 +403,8 @@ class Batcher:
 
     def _check_reference(self, name: str, objective: Objective) -> None:
         """Raises ValueError if the adapter that an objective compares with is not beside this one."""
-        owner = owner_of(objective.reference, name)
-        if owner in (None, BASE):
+        owner = objective.reference
+        if owner in (None, BASE, START):
             return
         known = self._states.get(str(owner))
         if known is None or known.replica != self._states[name].replica:
@@ -373,11 +419,17 @@ class Batcher:
             )
 
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
-        packed = pack(batches, row0=row0, vocab_size=self._vocab_size, device=self.device)
+        starts = {name: s.start for name in batches if (s := self._states.get(name)) and s.start is not None}
+        packed = pack(batches, row0=row0, vocab_size=self._vocab_size, device=self.device, starts=starts)
         for name, samples in batches.items():
             if name not in (None, BASE):
                 objective = self._states[name].objective
-                packed.units[name] = objective.units(samples, packed.tokens[name])
+                packed.units[name] = packed.tokens[name]
+                try:
+                    with FailuresOfLoss(objective):
+                        packed.units[name] = index(objective.units(samples, packed.tokens[name]))
+                except LossError as error:
+                    packed.faults[name] = str(error)
         return packed
 
     def _enter(
@@ -400,6 +452,8 @@ class Batcher:
         """
         if not batch.rows.numel():
             return None
+        if not train:  # no stage answers such a micro-batch but the last
+            self._flush(*batch.all_owners)
         adapters = [name for name in batch.names if name != BASE]
         common: dict[str, Any] = {
             "rows": batch.description(),
@@ -466,6 +520,8 @@ class Batcher:
             units = batch.units.get(name, batch.tokens[name])
             totals = {key: total for key, (total, _) in own.items()}
             counts = {key: count for key, (_, count) in own.items() if count is not None}
+            if name in batch.faults:
+                loss, fault = math.nan, batch.faults[name]
             found[name] = BatchResult(loss, batch.tokens[name], units, totals, counts, fault)
         return result.notes, found
 

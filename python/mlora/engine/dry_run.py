@@ -22,13 +22,14 @@ from mlora.data.packing import BASE
 from mlora.engine.put_adapter import put_adapter
 from mlora.engine.stage_group import Source, StageOptions, count_blocks, spans_of
 from mlora.engine.stage_worker import StageWorker
+from mlora.engine.tied_rows import rows_to_pass
 from mlora.memory.memory_model import SilentRows
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.model.quantization import prepare_skeleton, quantizer_of
 from mlora.model.quantized_shapes import ShapedWeight, put_shapes, shapes_of_model, shapes_of_skeleton
-from mlora.model.task_heads import label_objective, prepare_head, refuse_sample_copies
+from mlora.model.task_heads import label_objective, prepare_head, refuse_sample_copies, stages_apart
 from mlora.objectives.custom import CustomLoss
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
@@ -43,7 +44,7 @@ from mlora.pipeline.stage import Stage
 from mlora_ext.adapters.kind import LayerSpec, ParameterSpec, TensorSpec, one_by_one
 from mlora_ext.adapters.lora import Lora
 from mlora_ext.adapters.registry import adapter_kind
-from mlora_ext.adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS, TRAINED_PARTS
+from mlora_ext.adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS, TRAINED_COPY, TRAINED_PARTS
 from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
 from mlora_ext.nn.layer_kinds import layer_kind
@@ -191,7 +192,13 @@ class DryStage:
             refuse_sample_copies(self._model, _NAME, found)
         except ValueError as error:
             raise ValueError(str(error).removeprefix(f"adapter {_NAME!r}: ")) from error
-        return {name: spec for name, spec in found.items() if cut is None or _holds(cut, name, spec)}
+        if cut is None:
+            return found
+        for name, spec in found.items():
+            tied = spec.kind == TRAINED_COPY and spec.tied_to
+            if tied and cut.holds(f"{name}.weight") is not cut.holds(f"{tied}.weight"):
+                raise ValueError(stages_apart(name, spec))
+        return {name: spec for name, spec in found.items() if _holds(cut, name, spec)}
 
     def _kinds(self, model: PreTrainedModel) -> list[Hashable]:
         """Returns a key for each block of the stage; blocks with equal keys take equal memory."""
@@ -228,7 +235,7 @@ class DryStage:
                 base.cut = self._cut(model, count)
                 try:
                     passes = [
-                        _pass(stage, self._message(shape, labels), self._hidden(_live(shape)))
+                        _pass(stage, self._message(shape, labels, base), self._hidden(_live(shape)))
                         for shape in shapes
                     ]
                 except RuntimeError as error:
@@ -263,7 +270,10 @@ class DryStage:
         return torch.zeros(1, total, dtype=torch.int64, device=self._options.device)
 
     def _message(
-        self, shape: Mapping[str, Sequence[int]], labels: Mapping[str, dict[str, Any] | None]
+        self,
+        shape: Mapping[str, Sequence[int]],
+        labels: Mapping[str, dict[str, Any] | None],
+        base: BaseModel,
     ) -> Message:
         """Returns a micro-batch that trains all rows but each sequence's last, or those of its `labels`.
 
@@ -304,6 +314,8 @@ class DryStage:
                     "reads": [list(range(len(silent)))] * len(live),
                 },
             }
+        for row in rows_to_pass(base, live).values():
+            hidden.append(torch.empty(row.shape, dtype=row.dtype, device=self._options.device))
         content = {"number": 0, "train": True, "position": ALONE, "common": common, "targets": targets}
         if self._span is not None and not self._span.is_first:
             return Message(MessageType.FORWARD, {**content, "activations": hidden})
@@ -384,8 +396,9 @@ def _pass(stage: Stage, message: Message, gradient: Tensor) -> tuple[int, ...]:
     if stage.is_last:
         done = stage.unit(message)
     else:
-        stage.forward(message)
-        gradients = [gradient, None] if "silent_rows" in message.content["common"] else [gradient]
+        sent = stage.forward(message).content["activations"]
+        silent = [None] if "silent_rows" in message.content["common"] else []
+        gradients = [gradient, *silent, *map(torch.empty_like, sent[1 + len(silent) :])]
         back = {"number": 0, "position": ALONE, "gradients": gradients, "notes": [], "report": None}
         done = stage.backward(Message(MessageType.BACKWARD, back))
     found: tuple[int, ...] = done.content["notes"][0]["memory"]

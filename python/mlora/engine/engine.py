@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -35,12 +36,13 @@ from mlora.memory.process_memory import peak_memory
 from mlora.model.pretrained import skeleton
 from mlora.model.task_heads import label_objective
 from mlora.objectives.objective import Objective
-from mlora.objectives.options import START, ObjectiveError, owner_of
-from mlora.objectives.registry import CROSS_ENTROPY, objective_of, resolved
+from mlora.objectives.options import START, ObjectiveError
+from mlora.objectives.registry import CROSS_ENTROPY, objective_of, pinned
 from mlora.offload.base_bytes import BaseBytes
 from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.optim.optim_config import OptimConfig
+from mlora.optim.optimizer import OptimizerError
 from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
@@ -353,9 +355,9 @@ class Engine(Batcher):
                 `mlora.data.record.LabelledSample`; QUESTION_ANS needs none and takes `AnswerSample`.
             problem_type: of SEQ_CLS, as Transformers has it: `single_label_classification`, `regression`
                 (the default if `num_labels` is 1) or `multi_label_classification`.
-            start_batches: micro-batches of its samples for an `init_lora_weights` that looks at data (eva,
-                corda, lora_ga). The base runs on them; CorDA takes each sample alone. Without them, such an
-                adapter needs `load_state_dict` before it is used.
+            start_batches: micro-batches of its samples for an `init_lora_weights` of `lora` that looks at
+                data (eva, corda, lora_ga). The base runs on them; CorDA takes each sample alone. Without
+                them, such an adapter needs `load_state_dict` before it is used.
             start_weights: for `init_lora_weights="loftq"`: a folder or hub id with the weights that the base
                 had before it was quantised. Each stage reads those of its own layers, one at a time. Without
                 it, such an adapter needs `load_state_dict`, too.
@@ -370,6 +372,11 @@ class Engine(Batcher):
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
         if start_weights is not None and (lora is None or init_from is not None or not needs_weights(lora)):
             raise ValueError(f"adapter {name!r}: start_weights: needs lora with init_lora_weights='loftq'")
+        if start_batches is not None and (lora is None or init_from is not None or not needs_data(lora)):
+            raise ValueError(
+                f"adapter {name!r}: start_batches: needs lora with an init_lora_weights that looks at data "
+                "(eva, corda, lora_ga), and no init_from; remove it"
+            )
         if lora is None and init_from is None:
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
         if problem_type not in (None, *PROBLEMS):
@@ -404,14 +411,26 @@ class Engine(Batcher):
             unless_started.pop_all()
 
     def _put_start_beside(self, name: str, optim: OptimConfig, folder: Any) -> None:
-        """Puts the weights that an adapter starts from beside it; nobody trains them."""
-        own, start = self._states[name], str(owner_of(START, name))
+        """Puts the weights that an adapter starts from beside it; nobody trains them.
+
+        Adapters of a replica that start from equal weights share them.
+        """
+        own = self._states[name]
         with ExitStack() as unless_put:
             unless_put.callback(self.remove_adapter, name)
-            more: dict[str, Any] = {"seed": 0, "replica": own.replica, "init_from": folder}
-            self._put(start, None, optim, objective=CROSS_ENTROPY, trained=False, **more)
+            start = self._name_of_start(name, folder)
+            if not self._states.users_of(start):
+                more: dict[str, Any] = {"seed": 0, "replica": own.replica, "init_from": folder}
+                self._put(start, None, optim, objective=CROSS_ENTROPY, trained=False, **more)
             unless_put.pop_all()
         own.start, own.start_digest = start, _digest(self.weights(start))
+
+    def _name_of_start(self, name: str, folder: Any) -> str:
+        """Returns the name of the weights that a new adapter has from a folder, by what they are."""
+        config = plain_lora(read_config(Path(os.fspath(folder))))
+        facts = [_digest(self.weights(name)), config, self._states[name].replica]
+        found = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+        return f"{START} {found[:16]}"
 
     def _put(
         self,
@@ -455,7 +474,7 @@ class Engine(Batcher):
                     )
                 made, spec = objective_of(of_labels), of_labels
             if self.registry is self.model:
-                self._part.own(name, optim)
+                self._part.own(name, optim, trained=trained)
             unless_created.pop_all()
         self._states[name] = AdapterState(replica, rule, LossScaler.for_dtype(self.dtype), made, spec)
         self.memory_after = []
@@ -464,6 +483,7 @@ class Engine(Batcher):
                 "lora": plain_lora(router_of(self.registry).adapters[name].config),
                 "optim": asdict(optim),
                 "seed": seed,
+                "trained": trained,
                 "weights": None if folder is None else adapter_weights(self.registry, name, folder),
             }
             self._control("create", name, arguments, first_done=self.registry is self.model)
@@ -472,7 +492,7 @@ class Engine(Batcher):
         """Returns an objective, and what the last stage makes it of; raises ObjectiveError if it is wrong."""
         made = objective_of(objective)
         if isinstance(objective, str | Mapping):
-            return made, resolved(objective)
+            return made, pinned(objective)
         if self._last is None:
             raise ObjectiveError(
                 "stages in other processes can make an objective from its name only; register it there, or "
@@ -493,7 +513,7 @@ class Engine(Batcher):
         """
         own = self._states.at_rest(name)
         start, own.start = own.start, None
-        if start is not None:
+        if start is not None and not self._states.users_of(start):
             self.remove_adapter(start)
         self._control("remove", name)
         if self.registry is not self.model:
@@ -517,10 +537,13 @@ class Engine(Batcher):
         Raises:
             ValueError: if there is no such adapter, a batch of it is under way, or it has accumulated no
                 trained token.
-            OptimizerError: with one stage, if the optimizer failed. Remove the adapter then: some of its
-                weights may have changed. Other adapters go on. With several stages, such an error ends all.
+            OptimizerError: if the optimizer failed. Remove the adapter then: some of its weights may have
+                changed. Other adapters go on. With several stages the adapter's next call or `finish` raises
+                it, or `settle` returns it.
         """
         adapter = self._states.at_rest(name)
+        if adapter.fault:
+            raise OptimizerError(adapter.fault)
         if adapter.units == 0:
             raise ValueError(f"adapter {name!r}: has no gradient; call forward_backward first")
         squares = adapter.squares
@@ -694,12 +717,6 @@ class Engine(Batcher):
         arguments = {"name": name, **(arguments or {})}
         replica = self._states.at_rest(name).replica
         return self._pipeline.control(verb, arguments, first_done=first_done, replica=replica)
-
-    def _flush(self, name: str) -> None:
-        """Makes the stages apply a decided update, if they have not."""
-        updates = self._states.updates([name])
-        if updates:
-            self._pipeline.control("update", {"updates": updates}, replica=self._states[name].replica)
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:

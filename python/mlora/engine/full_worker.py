@@ -139,17 +139,18 @@ class FullWorker(StageWorker):
         super().traced(trace)
         self._trace = trace
 
-    def own(self, name: str, optim: OptimConfig) -> None:
+    def own(self, name: str, optim: OptimConfig, *, trained: bool = True) -> None:
         """Takes charge of the model's weights for a task."""
         optimizer = self._optimizers[name] = FullAdamW(self.base, optim, self.offload)
         if self._trace is not None:
             optimizer.adamw.on_span(self._trace.add_beside)
 
-    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
+    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Makes the task's update; what fails there, such as the disk, concerns the whole run."""
         for name, update in updates.items():
             self._optimizers[name].apply(Update(**update))
             self._changed(name)
+        return {}
 
     def remove(self, name: str) -> None:
         """Forgets the task; the weights stay as they are."""

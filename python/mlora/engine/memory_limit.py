@@ -19,7 +19,7 @@ from typing import Any
 
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.errors import MemoryLimitError
-from mlora.scheduler import Room, sum_of
+from mlora.scheduler import Room
 
 MIB = 2**20
 RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training begins
@@ -98,7 +98,7 @@ class MemoryLimit:
             peak: the most bytes that a stage has had so far.
             after: bytes of each stage once nothing was under way; empty while something is.
         """
-        states = sum_of([self.adapters.at_rest(name) for name in names], len(self.base))
+        states = self.adapters.at_rest(names)
         if after:
             kept = [now - held for now, held in zip(after, states, strict=True)]
             grown = [max(now, base) for now, base in zip(kept, self.base, strict=True)]
@@ -132,7 +132,7 @@ class MemoryLimit:
         """
         if self._look is None:
             return
-        states = sum_of([self.adapters.at_rest(name) for name in names], len(self.base))
+        states = self.adapters.at_rest(names)
         used = self._look()
         self.base = [max(0, now - held) for now, held in zip(used, states, strict=True)]
         self._grown = max(0, min(now - then for now, then in zip(self.base, self._loaded, strict=True)))

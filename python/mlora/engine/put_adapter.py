@@ -12,6 +12,7 @@ from torch import nn
 import mlora_ext
 from mlora.model.task_heads import check_heads, prepare_head
 from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of
+from mlora_ext.nn.add_remove import put_on
 from mlora_ext.nn.interop.read_folder import read_config
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def put_adapter(
     """
     prepare_head(model, lora if lora is not None else read_config(Path(str(init_from))))
     if lora is not None:
-        mlora_ext.add_adapter(model, name, lora, seed=seed)
+        put_on(model, name, lora, seed=seed)
         check_heads(model, name)
     if init_from is not None:
         try:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,15 @@ from torch import Tensor, nn
 import mlora_ext
 from mlora.data.packing import BASE, PackedRows
 from mlora.engine.put_adapter import lora_of, put_adapter
+from mlora.engine.tied_rows import give_head, pass_rows, rows_to_pass
 from mlora.errors import first_line, is_out_of_memory
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
 from mlora.model.original_weights import original_weights
+from mlora.objectives.custom import Unmade
 from mlora.objectives.objective import Objective
+from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import objective_of
 from mlora.objectives.token_losses import (
     Head,
@@ -47,9 +50,6 @@ from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.start.from_weights import start_from_weights
 from mlora_ext.nn.start.statistics import Statistics, statistics_of
 
-if TYPE_CHECKING:
-    pass
-
 
 class StageWorker(Hooks, nn.Module):
     """Does one stage's work: forward, backward, updates, and what the first stage asks for.
@@ -65,6 +65,7 @@ class StageWorker(Hooks, nn.Module):
         self._objectives: dict[str, Objective] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._in_flight: dict[str, int] = {}
+        self._failed: dict[str, str] = {}  # why the optimizer failed, until the first stage is told
         self._statistics: dict[str, Statistics] = {}
         self._latest: Sequence[str] = ()
         self._peaks = PeakMemory(device)
@@ -83,7 +84,8 @@ class StageWorker(Hooks, nn.Module):
         if self.base.model.training is not train:
             self.base.model.train(train)
         number = common.get("measure") if train else None
-        with self.base.packed():
+        with self.base.packed(), ExitStack() as stack:
+            stack.callback(give_head, self.base, {})
             if number is None:
                 yield
                 return
@@ -104,13 +106,14 @@ class StageWorker(Hooks, nn.Module):
             self._current.mark()
 
     def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the squares of the complete gradients, and memory; see `Hooks.after_backward`."""
+        """Returns squares of complete gradients, failed optimizers and memory; see `Hooks.after_backward`."""
         names, memory = common["rows"]["names"], self._measured.pop(common.get("measure", -1), None)
         for name in names:
             self._in_flight[name] -= 1
         squares = {name: self._optimizers[name].squares() for name in common["ends"]}
         memory_now = {"peak_memory": self._peaks.read(), "used_memory": used_memory(self.device)}
-        note = {"squares": squares, **memory_now}
+        failed = {name: self._failed.pop(name) for name in common["updates"] if name in self._failed}
+        note = {"squares": squares, "failed": failed, **memory_now}
         if memory is not None:  # only the last stage has a loss between forward and backward
             forward, *loss, backward = memory.peaks
             note["memory"] = (forward, *(loss or [0]), backward)
@@ -183,18 +186,21 @@ class StageWorker(Hooks, nn.Module):
         """Returns when an optimizer on disk works."""
         return "active"
 
-    def own(self, name: str, optim: OptimConfig) -> None:
-        """Takes charge of an adapter that is on the model, and gives it gradients that last."""
+    def own(self, name: str, optim: OptimConfig, *, trained: bool = True) -> None:
+        """Takes charge of an adapter on the model, and gives it gradients that last if it is `trained`."""
         own, model = self._own_parameters(name), self.base.model
+        if not trained:
+            for parameter in own.values():
+                parameter.requires_grad_(False)
         found = zip(own.items(), scalings(model, name), written_marks(model, name), strict=True)
-        trained = [one for one in found if one[0][1].requires_grad]
+        stepped = [one for one in found if one[0][1].requires_grad]
         names = neutral_names(model, name)
-        parameters = {names[key]: parameter for (key, parameter), *_ in trained}
+        parameters = {names[key]: parameter for (key, parameter), *_ in stepped}
         optimizer = self._optimizers[name] = optimizer_kind(optim.optim)(parameters, optim)
-        optimizer.keys = [key for (key, _), *_ in trained]
+        optimizer.keys = [key for (key, _), *_ in stepped]
         optimizer.spare_layer_norms(layer_norms_among(parameters.values(), model))
-        optimizer.scalings = [scaling for _, scaling, _ in trained]
-        optimizer.hold_gradients(name, [mark for *_, mark in trained])
+        optimizer.scalings = [scaling for _, scaling, _ in stepped]
+        optimizer.hold_gradients(name, [mark for *_, mark in stepped])
         router_of(self.base.model).moved()
 
     def _create(
@@ -203,11 +209,12 @@ class StageWorker(Hooks, nn.Module):
         lora: dict[str, Any],
         optim: dict[str, Any],
         seed: int,
+        trained: bool,
         weights: Mapping[str, Mapping[str, Tensor]] | None,
     ) -> None:
         """Creates here an adapter that the first stage has created."""
         put_adapter(self.base.model, name, lora_of(lora), None, seed)
-        self.own(name, OptimConfig(**optim))
+        self.own(name, OptimConfig(**optim), trained=trained)
         if weights is not None:
             write_weights(self.base.model, name, weights)
 
@@ -240,15 +247,23 @@ class StageWorker(Hooks, nn.Module):
         mlora_ext.remove_adapter(self.base.model, name)
         del self._optimizers[name]
         self._in_flight.pop(name, None)
+        self._failed.pop(name, None)
 
-    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> None:
-        """Makes each adapter's update; OptimizerError says whose failed and why."""
+    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Makes each adapter's update; returns why an optimizer failed, by adapter.
+
+        An error of a later stage would end all adapters.
+        """
+        failed: dict[str, str] = {}
         for name, update in updates.items():
             try:
                 with FailuresOf(name, self._optimizers[name]):
                     self._optimizers[name].apply(Update(**update))
+            except OptimizerError as error:
+                failed[name] = str(error)
             finally:
                 self._changed(name)
+        return failed
 
     def _state(self, name: str) -> dict[str, Any]:
         """Returns copies of an adapter's weights, gradients and moments on this stage, by their names."""
@@ -288,9 +303,7 @@ class StageWorker(Hooks, nn.Module):
 
     def forward(
         self,
-        received: Tensor | None = None,
-        silent: Tensor | None = None,
-        *,
+        *received: Tensor,
         input_ids: Tensor | None = None,
         silent_ids: Tensor | None = None,
         rows: Mapping[str, Sequence[Any]],
@@ -300,15 +313,16 @@ class StageWorker(Hooks, nn.Module):
         ends: Sequence[str],
         measure: int | None = None,
         start: Mapping[str, Any] | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Makes the updates decided since the last forward, and runs a micro-batch.
 
         Rows without gradient, such as references, are run first: without autograd and without dropout. So
         nothing of them is kept, and backward never meets them.
 
         Args:
-            received: `[T, D]` of the previous stage; None on the first.
-            silent: `[S, D]` of the previous stage, of the rows without gradient; None if there are none.
+            received: what the previous stage returned: `[T, D]`; `[S, D]` of the rows without gradient, if
+                there are any; and rows of tied embeddings, see `mlora.engine.tied_rows`. Nothing on the first
+                stage.
             input_ids: `[1, T]` on the first stage.
             silent_ids: `[1, S]` on the first stage.
             rows: arguments of `PackedRows.of`.
@@ -321,21 +335,24 @@ class StageWorker(Hooks, nn.Module):
                 the weight of their gradients (`share`).
 
         Returns:
-            `[T, D]`, or the logits `[T, V]` if an adapter targets the head; and the same of the silent rows,
-            if there are any.
+            `[T, D]`, or the logits `[T, V]` if an adapter targets the head; the same of the silent rows, if
+            there are any; and on earlier stages rows of tied embeddings.
         """
         names = rows["names"]
-        self._update(updates)
+        self._failed |= self._update(updates)
         if measure is not None:
-            self._measured[measure].restart([each for each in (received, silent) if each is not None])
+            self._measured[measure].restart(received)
         if torch.is_grad_enabled():
             self._latest = names
             for name in names:
                 self._in_flight[name] = self._in_flight.get(name, 0) + 1
-        if silent_rows is None:
-            return self._run(input_ids, received, rows, steps, start)
-        quiet = self._run_silent(silent_ids, silent, silent_rows)
-        return self._run(input_ids, received, rows, steps, start), quiet
+        every = [*names, *(silent_rows["names"] if silent_rows is not None else ())]
+        states = 1 if silent_rows is None else 2
+        passed = pass_rows(self.base, rows_to_pass(self.base, every), received[states:])
+        hidden, silent = (*received[:states], None, None)[:2]
+        quiet = [] if silent_rows is None else [self._run_silent(silent_ids, silent, silent_rows)]
+        output = self._run(input_ids, hidden, rows, steps, start)
+        return (output, *quiet, *passed) if quiet or passed else output
 
     def _run(
         self,
@@ -451,7 +468,10 @@ class StageWorker(Hooks, nn.Module):
         """Returns the objective of a spec; the first one is kept: what it is made of, or `made`."""
         key = json.dumps(spec, sort_keys=True)
         if key not in self._objectives or made is not None:
-            self._objectives[key] = made or objective_of(spec)
+            try:
+                self._objectives[key] = made or objective_of(spec)
+            except ObjectiveError as error:  # it would end the run of all adapters
+                self._objectives[key] = Unmade(str(error))
         return self._objectives[key]
 
     def _silent_log_p(self, output: Tensor, silent: Mapping[str, Any]) -> Sequence[Tensor]:

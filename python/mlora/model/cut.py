@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mlora.model.block_list import BlockList, LeftStage, Pass, StandIn, rows, standing_in
+from mlora_ext.nn.over_module import plain_module
 from mlora_ext.nn.targets import linear_layers
 
 BEFORE, BEHIND = "before", "behind"
@@ -114,7 +115,7 @@ class Cut:
         else:
             assert received is not None
             this.received = received.unsqueeze(0)
-            weight: Any = self.model.get_input_embeddings().weight
+            weight: Any = plain_module(self.model.get_input_embeddings()).weight
             shape = (1, received.shape[0], weight.shape[-1])
             inputs["inputs_embeds"] = rows(shape, received.dtype, received.device, noise)
             absent = [

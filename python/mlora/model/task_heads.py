@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from mlora.objectives.token_losses import LogitRule, Scorer
 from mlora_ext.adapters.kind import LayerSpec
 from mlora_ext.adapters.lora_config import init_kind
-from mlora_ext.adapters.trained_parts import TASK_HEAD_WITH_BIAS, head_kind, labels_of, task_heads, task_of
+from mlora_ext.adapters.trained_parts import (
+    TASK_HEAD_WITH_BIAS,
+    TRAINED_ROWS,
+    head_kind,
+    labels_of,
+    task_heads,
+    task_of,
+)
 from mlora_ext.nn.adapter_weights import adapter_layers
 from mlora_ext.nn.add_remove import remove_adapter
 from mlora_ext.nn.interop.body_names import check_body_names
@@ -112,8 +119,9 @@ def head_place(config: Any, lora: LoraConfig) -> HeadPlace:
 def check_heads(model: nn.Module, name: str) -> None:
     """Removes an adapter that was added, and raises ValueError, if its head cannot be trained here.
 
-    Stages cannot share trained rows. Low-rank parts on the output head need whole logits, and classifiers
-    need the head's input. Rows are packed, so copies get no whole samples.
+    Of what is tied to the embedding, only trained rows of the output head come from another stage. Low-rank
+    parts on the output head need whole logits, and classifiers need the head's input. Rows are packed, so
+    copies get no whole samples.
     """
     try:
         refuse_sample_copies(
@@ -131,16 +139,19 @@ def check_heads(model: nn.Module, name: str) -> None:
             f"head in target_modules ({', '.join(low_rank)}); use modules_to_save for it, or another run"
         )
     for key, layer in adapter_layers(model, name).items():
-        tied = layer.specs[name].tied_to
-        if not tied:
+        spec = layer.specs[name]
+        if not spec.tied_to or (spec.kind == TRAINED_ROWS and layer is head):
             continue
-        source: Any = model.get_submodule(tied)
+        source: Any = model.get_submodule(spec.tied_to)
         if (source.frozen.device.type == "meta") is not (layer.frozen.device.type == "meta"):
             remove_adapter(model, name)
-            raise ValueError(
-                f"adapter {name!r}: trainable_token_indices: {key} is tied to {tied}, and they are on "
-                "different stages; use one stage"
-            )
+            raise ValueError(f"adapter {name!r}: {stages_apart(key, spec)}")
+
+
+def stages_apart(key: str, spec: LayerSpec) -> str:
+    """Returns why an adapter's tied part on a layer cannot be trained, if the other layer is elsewhere."""
+    field = "trainable_token_indices" if spec.kind == TRAINED_ROWS else "ensure_weight_tying"
+    return f"{field}: {key} is tied to {spec.tied_to}, and they are on different stages; use one stage"
 
 
 def refuse_sample_copies(model: nn.Module, name: str, layers: Mapping[str, LayerSpec]) -> None:
@@ -199,11 +210,11 @@ def _classifiers(model: nn.Module) -> list[TaskHeads]:
 class _Plain:
     """A linear head in its own dtype."""
 
-    def __init__(self, head: nn.Module) -> None:
-        self.head, self.size = head, next(head.parameters()).shape[0]
+    def __init__(self, head: Any) -> None:
+        self.head, self.size = head, head.weight.shape[0]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        logits: Tensor = self.head(rows.to(next(self.head.parameters()).dtype))
+        logits: Tensor = self.head(rows.to(self.head.weight.dtype))
         return logits
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -27,7 +28,9 @@ class FailuresOfLoss:
     """
 
     def __init__(self, objective: Objective) -> None:
-        self._name = objective.name if isinstance(objective, CustomLoss) else type(objective).__name__
+        self._name, self._place = type(objective).__name__, None
+        if isinstance(objective, CustomLoss):
+            self._name, self._place = objective.name, objective.place
 
     def __enter__(self) -> None:
         pass
@@ -35,8 +38,37 @@ class FailuresOfLoss:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception) or isinstance(error, LossError) or is_out_of_memory(error):
             return
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}{_where(error, self._place)}"
         raise LossError(f"objective: {self._name} failed: {reason}") from error
+
+
+def _place_of(function: Any) -> tuple[str, int] | None:
+    """Returns the file and line of a function's or an object's code; None where Python has none."""
+    found = inspect.unwrap(function)
+    code = getattr(found, "__code__", None) or getattr(type(found).__call__, "__code__", None)
+    return None if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def _where(error: BaseException | None, place: tuple[str, int] | None) -> str:
+    """Returns where in a loss's file an error was raised, else where the loss is, to end a message."""
+    if place is None:
+        return ""
+    file, line = place
+    for frame, number in traceback.walk_tb(error.__traceback__ if error else None):
+        if frame.f_code.co_filename == file:
+            line = number
+    return f", in {file}:{line}"
+
+
+class Unmade(Objective):
+    """Stands for a loss that this process cannot make, and stops its adapter with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def loss_of(self, rows: LogProbs) -> LossOfOwner:
+        """Raises LossError."""
+        raise LossError(self._reason)
 
 
 class CustomLoss(Objective):
@@ -82,6 +114,7 @@ class CustomLoss(Objective):
         self.function, self.takes, self.reference = function, takes, reference
         self.trains_prompts = trains_prompts
         self.name = getattr(function, "__name__", type(function).__name__)
+        self.place = _place_of(function)
         self._options = options
         self._check()
 
@@ -111,7 +144,7 @@ class CustomLoss(Objective):
         if shape != [count]:
             raise LossError(
                 f"objective: {self.name} must return {what} of each of {count} samples, a tensor "
-                f"[{count}], got {shape}"
+                f"[{count}], got {shape}{_where(None, self.place)}"
             )
 
     def _check(self) -> None:

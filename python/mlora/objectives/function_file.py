@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from importlib import invalidate_caches
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import resolve_name
@@ -13,6 +17,9 @@ from typing import Any
 
 from mlora.errors import first_line
 from mlora.objectives.options import ObjectiveError
+
+_SHARED = {*sys.stdlib_module_names, "__main__", "mlora", "mlora_ext"}
+"""Modules that files of the same names do not hide."""
 
 
 def placed(name: str, folder: Path | str) -> str:
@@ -32,7 +39,7 @@ def function_of(name: str, folder: Path | str | None = None) -> Any:
     with _FailuresOfImport(name, folder):
         if not module.endswith(".py"):
             return resolve_name(name)
-        found: Any = _module_of(module)
+        found: Any = _read(module).module
         for part in function.split("."):
             if not hasattr(found, part):
                 raise AttributeError(f"it has no {function!r}")
@@ -40,21 +47,98 @@ def function_of(name: str, folder: Path | str | None = None) -> Any:
         return found
 
 
+def sources_of(name: str) -> Mapping[str, str]:
+    """Returns the SHA-256 of each file whose code a function has, by path; empty for ``module:function``.
+
+    They are those of the code that this process runs. The files may have changed since.
+    """
+    module, _, _ = name.rpartition(":")
+    if not module.endswith(".py"):
+        return {}
+    with _FailuresOfImport(name, None):
+        return _read(module).sources
+
+
+def changed_source(name: str) -> str | None:
+    """Returns the path of the first file of `sources_of` that holds other code now, or is gone; or None."""
+    for path, digest in sources_of(name).items():
+        try:
+            if _digest_of(path) != digest:
+                return path
+        except OSError:
+            return path
+    return None
+
+
+def _digest_of(path: str) -> str:
+    return _digest(Path(path).read_bytes())
+
+
+def _digest(source: bytes) -> str:
+    return hashlib.sha256(source).hexdigest()
+
+
+@dataclass(frozen=True)
+class _LossFile:
+    """A file that was read; `sources` as `sources_of`."""
+
+    module: ModuleType
+    sources: Mapping[str, str]
+
+
 @cache
-def _module_of(path: str) -> ModuleType:
+def _read(path: str) -> _LossFile:
     """Reads a file, once in a process, as an import does; it may import files beside it."""
-    name = f"mlora_{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    name = f"mlora_{Path(path).stem}_{_digest(path.encode())[:8]}"
     spec = spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
+    source = Path(path).read_bytes()  # what is hashed is what runs
     sys.modules[name] = module = module_from_spec(spec)
-    folder = str(Path(path).parent)
-    sys.path.insert(0, folder)
+    with _helpers_of(Path(path).absolute().parent) as helpers:
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+    files = sorted({str(file) for helper in helpers.values() if (file := _file_of(helper)).suffix == ".py"})
+    return _LossFile(module, {path: _digest(source), **{file: _digest_of(file) for file in files}})
+
+
+@contextmanager
+def _helpers_of(folder: Path) -> Iterator[dict[str, ModuleType]]:
+    """Lets imports find the files of a folder first; its value holds what was imported from it, at the end.
+
+    Nothing else sees these modules: another folder may have files of the same names. Installed packages are
+    as they are everywhere.
+    """
+    own = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")}
+    aside = {
+        name: module
+        for name, module in list(sys.modules.items())
+        if (top := name.partition(".")[0]) in own and top not in _SHARED and not _installed(module)
+    }
+    for name in aside:
+        del sys.modules[name]
+    before = {name.partition(".")[0] for name in sys.modules}
+    found: dict[str, ModuleType] = {}
+    sys.path.insert(0, str(folder))
+    invalidate_caches()
     try:
-        spec.loader.exec_module(module)
+        yield found
     finally:
-        sys.path.remove(folder)
-    return module
+        sys.path.remove(str(folder))
+        for name, module in list(sys.modules.items()):
+            if (top := name.partition(".")[0]) in before or _installed(module):
+                continue
+            file = _file_of(module)
+            if file == folder / f"{top}.py" or file.is_relative_to(folder / top):
+                found[name] = sys.modules.pop(name)
+        sys.modules.update(aside)
+
+
+def _file_of(module: ModuleType) -> Path:
+    """Returns a module's file, or the folder of a package that has no file."""
+    return Path(getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), ""))
+
+
+def _installed(module: ModuleType) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(_file_of(module).parts)
 
 
 class _FailuresOfImport:
@@ -72,7 +156,12 @@ class _FailuresOfImport:
         reason = first_line(error)
         if not isinstance(error, ImportError | AttributeError | OSError):
             reason = f"{type(error).__name__}: {reason}"
-        lacks = isinstance(error, ModuleNotFoundError) and error.name == self._name.rpartition(":")[0]
+        module, _, function = self._name.rpartition(":")
+        lacks = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         if lacks and self._folder is not None:
-            reason += f", and there is no {Path(self._folder).resolve() / self._name.rpartition(':')[0]}.py"
+            file = f"{module.replace('.', '/')}.py"
+            path = Path(self._folder).resolve() / file
+            reason += (
+                f"; for {path} write {file}:{function}" if path.is_file() else f", and there is no {path}"
+            )
         raise ObjectiveError(f"{self._name}: cannot be imported: {reason}", ("name",)) from error

@@ -102,6 +102,9 @@ class Objective:
             samples: samples of one adapter in a micro-batch.
             trained: the number of their trained tokens, which is the default for `sequences`. Pairs and
                 judged completions count themselves.
+
+        Returns:
+            A whole number, of type int.
         """
         return trained if self.takes == "sequences" else sum(sample.units for sample in samples)
 

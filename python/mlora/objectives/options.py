@@ -17,7 +17,8 @@ Takes = Literal["sequences", "pairs", "judged"]
 def owner_of(reference: str | None, name: str) -> str | None:
     """Returns whose rows an adapter compares with; ``init_from`` has an owner for each adapter.
 
-    No task can have its name, which has a space.
+    No task can have its name, which has a space. An engine puts the name of weights that adapters share in
+    its place.
     """
     return f"{name} {START}" if reference == START else reference
 

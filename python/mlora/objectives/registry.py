@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from mlora.errors import literals, unknown_option, unknown_value
-from mlora.objectives.function_file import function_of, placed
+from mlora.objectives.function_file import changed_source, function_of, placed, sources_of
 from mlora.objectives.options import (
     CpoOptions,
     DpoOptions,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mlora.objectives.objective import Objective
 
 CROSS_ENTROPY = "cross_entropy"
+_DIGESTS = "digests of files"  # no option can have this name
 Style = Literal["dpo", "cpo"]
 """How preference data is tokenised: as TRL's ``DPOTrainer``, or as its ``CPOTrainer``."""
 
@@ -82,9 +83,9 @@ def register_objective(name: str, kind: type[Objective], options: type[BaseModel
         options: a pydantic model of its options; None = it has none.
 
     Raises:
-        ValueError: another objective has this name.
+        ValueError: another objective has this name, also one of a head of labels.
     """
-    if _OBJECTIVES.get(name, _Entry(kind)).kind is not kind:
+    if name in _OF_LABELS or _OBJECTIVES.get(name, _Entry(kind)).kind is not kind:
         raise ValueError(f"objective: the name {name!r} is taken; choose another one")
     _OBJECTIVES[name] = _Entry(kind, options or Options, kind.takes)
 
@@ -117,6 +118,15 @@ def resolved(spec: Any, folder: Path | str | None = None) -> str | dict[str, Any
     return {"name": name, **found} if found else name
 
 
+def with_place(spec: Any, folder: Path | str) -> Any:
+    """Returns an objective that is not resolved yet, with the absolute path of its file; see `placed`."""
+    if isinstance(spec, str) and ":" in spec:
+        return placed(spec, folder)
+    if isinstance(spec, Mapping) and isinstance(name := spec.get("name"), str):
+        return {**spec, "name": with_place(name, folder)}
+    return spec
+
+
 def takes(spec: Any) -> Takes:
     """Returns what samples an objective takes; `spec` is what `resolved` returned."""
     name, options = _split(spec)
@@ -145,6 +155,27 @@ def reads_mismatched(spec: Any) -> bool:
     return name == "kto" and options.get("loss_type") == "kto"
 
 
+def digests_of(spec: Any) -> list[str]:
+    """Returns the SHA-256 of each file of an own loss's code, as this process has read it."""
+    return list(sources_of(name_of(spec)).values())
+
+
+def check_unchanged(spec: Any) -> None:
+    """Raises ObjectiveError if a file of an own loss has other code now than this process has read."""
+    if path := changed_source(name_of(spec)):
+        raise ObjectiveError(
+            f"{path} has changed or is gone since this process read it; put it back, or give the new loss "
+            "a file name of its own",
+            ("name",),
+        )
+
+
+def pinned(spec: Any) -> Any:
+    """Returns what `resolved` returns, with the digests of an own loss, which `objective_of` compares."""
+    spec, digests = resolved(spec), digests_of(spec)
+    return {**spec, _DIGESTS: digests} if digests and isinstance(spec, dict) else spec
+
+
 def style_of(spec: Any) -> Style:
     """Returns which of TRL's trainers tokenises an objective's preference data."""
     return "cpo" if name_of(spec) in ("cpo", "simpo", "orpo") else "dpo"
@@ -155,10 +186,11 @@ def objective_of(spec: Any) -> Objective:
 
     Args:
         spec: a name, a mapping with the key `name` and options, an `Objective`, or a function for
-            `mlora.objectives.custom.CustomLoss`; or what `mlora.model.task_heads.label_objective` returns.
+            `mlora.objectives.custom.CustomLoss`; or what `pinned` or
+            `mlora.model.task_heads.label_objective` returns.
 
     Raises:
-        ObjectiveError: as `resolved`.
+        ObjectiveError: as `resolved`, or the digests of `pinned` are other ones here.
     """
     if not isinstance(spec, str | Mapping):
         from mlora.objectives.custom import CustomLoss
@@ -166,10 +198,16 @@ def objective_of(spec: Any) -> Objective:
 
         return spec if isinstance(spec, Objective) else CustomLoss(spec)
     name, options = _split(spec)
+    digests = options.pop(_DIGESTS, None)
+    if digests is not None and digests != digests_of(name):
+        raise ObjectiveError(
+            f"{name}: this process read other code than the first stage; do not edit it while a run starts",
+            ("name",),
+        )
     if name in _OF_LABELS and options:
         found: Objective = resolve_name(_OF_LABELS[name])(**options)
         return found
-    name, options = _split(resolved(spec))
+    name, options = _split(resolved({"name": name, **options}))
     if ":" in name:
         return _of_function(name, options)
     entry = _entry(name)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mlora.objectives.custom import FailuresOfLoss, LossError
 from mlora.objectives.label_losses import LabelLogits, LabelObjective
-from mlora.objectives.objective import LogProbs, Metric, Objective
+from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
 from mlora_ext.frozen.weight import FrozenWeight
 
 # Logits of a chunk. On a CPU they should stay in its cache. On a GPU a chunk needs enough rows to be worth a
@@ -152,7 +152,7 @@ def chunked_losses(hidden: Tensor, head: Head, rows: Tensor, targets: Tensor, ow
         return TokenLosses(total, sums_by_owner(losses, owners.counts))
     log_p = log_probabilities(hidden, [head], rows, targets, [len(rows)])
     with torch.set_grad_enabled(needs_grad):
-        weights, sums, metrics, faults = _by_objective(log_p, owners)
+        weights, sums, metrics, faults = by_objective(log_p, owners)
     total = log_p.new_zeros(())
     if needs_grad:
         _, total = _ChunkedLosses.apply(hidden, head, rows, targets, weights.neg(), True)
@@ -277,35 +277,46 @@ def plain_losses(logits: Tensor, targets: Tensor, owners: Owners) -> TokenLosses
 
 def _weighed(log_p: Tensor, owners: Owners) -> TokenLosses:
     """Returns the losses of log-probabilities `[M]` that autograd has made."""
-    weights, sums, metrics, faults = _by_objective(log_p, owners)
+    weights, sums, metrics, faults = by_objective(log_p, owners)
     return TokenLosses((log_p * weights).sum(), sums, metrics, faults)
 
 
-def _by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[MetricSums], list[str]]:
+def by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[MetricSums], list[str]]:
     """Returns the scaled gradient in log-probabilities `[M]`, and each owner's loss, metrics and fault.
 
-    An objective of one's own may raise anything. That spoils its owner's loss only.
+    `log_p` `[M]` is of all owners, which have objectives. An objective of one's own may raise anything. That
+    spoils its owner's loss only.
     """
     assert owners.objectives is not None
     gradients, sums, metrics, faults = [], [], [], []
     for rows, objective, scale in zip(owners.log_probs(log_p), owners.objectives, owners.scales, strict=True):
-        gradient, loss = torch.zeros_like(rows.log_p), rows.log_p.new_tensor(math.nan)
+        gradient, loss = torch.zeros_like(rows.log_p), rows.log_p.new_tensor(math.nan, dtype=torch.float64)
         own: MetricSums = {}
         fault = ""
         try:
             with FailuresOfLoss(objective):
-                found = objective.loss_of(rows)
+                found = _checked(objective.loss_of(rows))
                 own = {name: _as_sum(value) for name, value in found.metrics.items()}
                 if rows.log_p.requires_grad:
                     (gradient,) = torch.autograd.grad(found.loss * scale, rows.log_p)
-                loss = found.loss.detach()
+                loss = found.loss.detach().to(loss)
         except LossError as error:
             fault = str(error)
         gradients.append(gradient)
-        sums.append(loss.double())
+        sums.append(loss)
         metrics.append(own)
         faults.append(fault)
     return torch.cat(gradients), torch.stack(sums), metrics, faults
+
+
+def _checked(found: Any) -> LossOfOwner:
+    """Returns what an objective has computed; raises TypeError or ValueError if it is no such result."""
+    if not isinstance(found, LossOfOwner) or not isinstance(found.loss, Tensor):
+        came = type(found.loss if isinstance(found, LossOfOwner) else found).__name__
+        raise TypeError(f"expected LossOfOwner with a tensor of shape [], got {came}")
+    if found.loss.shape != ():
+        raise ValueError(f"expected a loss of shape [], a sum over units, got {list(found.loss.shape)}")
+    return found
 
 
 def _as_sum(metric: Metric) -> tuple[float, float | None]:

@@ -30,8 +30,9 @@ class TaskMemory:
         lora = task.lora or read_config(Path(str(task.config.init_from)))
         samples = [*task.data.samples, *(task.eval_data.samples if task.eval_data else ())]
         longest, silent = max(task.lengths(samples)), task.objective.reference is not None
-        twice = task.objective.reference == START
-        self._adapters.know(task.name, lora, task.optim, longest, silent=silent, twice=twice)
+        begins = task.config.init_from if task.objective.reference == START else None
+        start = None if begins is None else str(Path(begins).resolve())
+        self._adapters.know(task.name, lora, task.optim, longest, silent=silent, start=start)
 
     def need(self, task: Task, arrival: int) -> MemoryNeed:
         """Returns the scheduler's view of a known task; see `memory_need`."""

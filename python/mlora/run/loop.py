@@ -28,7 +28,7 @@ from mlora.run.evaluation import evaluate_losses, exact_matches
 from mlora.run.forecasts import forecast_lines
 from mlora.run.prepare import Prepared, fingerprints
 from mlora.run.stages import less_memory
-from mlora.run.task_states import compare, read_best, write_best
+from mlora.run.task_states import compare, never_best, read_best, write_best
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
@@ -182,6 +182,7 @@ class TrainingLoop:
     def _go_on(self, iteration: int, *, stopping: bool) -> bool:
         """Does what is due at an iteration boundary and returns whether the run goes on."""
         save = self._rounds.save_due(iteration) or self._decisions.trial_ended()
+        self._settle(self._table.admitted())
         iteration = self._decide(iteration, stopping=stopping)
         going_on = bool(self._table.members()) and not stopping
         if going_on:
@@ -220,6 +221,8 @@ class TrainingLoop:
         results = self._engine.finish(future, raises=False)
         self._table.passed(future.measured)
         stepped = [task for task in group.batched if self._take(task, results[task.name])]
+        self._settle([t for t in stepped if t.progress.step >= t.total_steps or self._evaluation_due(t)])
+        stepped = [task for task in stepped if task.progress.state == "running"]
         self._evaluate([task for task in stepped if self._evaluation_due(task)])
         for task in stepped:
             if task.progress.state == "running" and task.progress.step >= task.total_steps:
@@ -280,6 +283,13 @@ class TrainingLoop:
         self._reporter.step(task, record)
         return True
 
+    def _settle(self, tasks: Sequence[Task]) -> None:
+        """Lets the stages make the steps that were decided, and ends tasks whose optimizers fail."""
+        failed = self._engine.settle([task.name for task in tasks if task.progress.state == "running"])
+        for task in tasks:
+            if task.name in failed:
+                self._end(task, "stopped", failed[task.name].partition(": ")[2])
+
     def _evaluation_due(self, task: Task) -> bool:
         steps = task.every(task.config.eval_steps)
         last = task.progress.step >= task.total_steps
@@ -320,17 +330,28 @@ class TrainingLoop:
                 record["best"] = rule.metric
             self._metrics.write(**record)
             self._reporter.evaluation(task, record)
-            if rule is not None and not measured:
+            lacking = [f"{key}: {metric}" for key, metric in self._asked(task) if metric not in entry]
+            if lacking:
                 has = ", ".join(key for key in entry if key != "step")
-                what = f"metric_for_best_model: {rule.metric} is not measured; metrics: {has}"
-                self._end(task, "stopped", what)
+                self._end(task, "stopped", f"{lacking[0]} is not measured; metrics: {has}")
         tasks = [task for task in tasks if task.progress.state == "running"]
         for task in tasks:
             self._stop_early(task)
 
+    def _asked(self, task: Task) -> Iterator[tuple[str, str]]:
+        """Yields the metrics that each evaluation of a task must have, after the keys that ask for them."""
+        rule, sweep = task.config.best_rule, self._run.config.sweep
+        if rule is not None:
+            yield "metric_for_best_model", rule.metric
+        if sweep is not None and is_trial(task.name) and sweep.metric != "eval_exact_match":
+            yield "sweep.metric", sweep.metric
+
     def _is_best(self, task: Task, entry: Mapping[str, Any]) -> bool:
         """Counts an evaluation and returns whether it is the best so far; if so, keeps the weights."""
         before = task.progress.best_step
+        doubt = never_best(task)
+        if doubt is not None:
+            self._reporter.warn(doubt)
         if not compare(task, entry):
             return False
         if task.kept_step is not None:

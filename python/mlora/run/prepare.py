@@ -20,7 +20,6 @@ from mlora.config.offload_config import not_served
 from mlora.config.quantization_config import quantization_faults
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.config.sections import DatasetConfig
-from mlora.data.dataset import fingerprint
 from mlora.engine.engine import Engine
 from mlora.engine.full_engine import FullEngine
 from mlora.engine.measured_samples import MeasuredSamples
@@ -29,7 +28,7 @@ from mlora.errors import RunError, first_fault, first_line, is_out_of_memory
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
-from mlora.objectives.registry import name_of
+from mlora.objectives.registry import digests_of
 from mlora.offload.base_bytes import BaseBytes
 from mlora.optim.registry import optimizer_kind
 from mlora.planning.task_memory import LIMIT, memory_need
@@ -41,7 +40,7 @@ from mlora.run.stages import Member, loading_fault, stage_0
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import token_balanced
 from mlora.tasks.groups import held_batches, most_under_way, slot_count
-from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder
+from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder, check_loss
 from mlora_ext.adapters.trained_parts import labels_of
 
 if TYPE_CHECKING:
@@ -106,6 +105,11 @@ def prepare(
         reporter.fault(f"{', '.join(names)}: refused: {message}")
     for line in builder.warnings:
         reporter.warn(line)
+    if config.sweep and config.sweep.metric == "eval_loss" and "objective" in config.sweep.search:
+        reporter.warn(
+            "sweep.metric: search changes objective, and losses of different objectives cannot be compared; "
+            "rank by another metric, such as rewards/accuracies"
+        )
     if not tasks and not config.sweep:
         raise RunError("every adapter was refused; nothing to train")
     sweep = sweep_of(config)
@@ -147,7 +151,9 @@ def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
     found, faults = [], []
     for fields in config.sweep.samples() if config.sweep else []:
         try:
-            found.append(builder.build(AdapterConfig.model_validate(config.defaults.model_dump() | fields)))
+            adapter = AdapterConfig.model_validate(config.defaults.model_dump() | fields)
+            check_loss(adapter)
+            found.append(builder.build(adapter))
         except RunError as error:
             faults.append(str(error))
     if faults and not found:
@@ -209,6 +215,7 @@ def _tasks(
             tasks.append(builder.ended(adapter, checkpoint["total_steps"][adapter.name]))
         else:
             try:
+                check_loss(adapter)
                 tasks.append(builder.build(adapter, datasets))
             except RunError as error:
                 if checkpoint:
@@ -319,10 +326,9 @@ def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
 
 
 def fingerprints(task: Task) -> list[str]:
-    """Returns the SHA-256 of each of a task's data files, of its labels and of its own loss's file."""
+    """Returns the SHA-256 of each of a task's data files, of its labels and of its own loss, as read."""
     found = [data.fingerprint for data in (task.data, task.eval_data) if data is not None]
     labels = {} if task.lora is None else labels_of(task.lora)
     if labels:
         found.append(hashlib.sha256(json.dumps(labels, sort_keys=True).encode()).hexdigest())
-    file, _, _ = name_of(task.config.objective).rpartition(":")
-    return [*found, fingerprint(file)] if file.endswith(".py") else found
+    return [*found, *digests_of(task.config.objective)]

@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 from mlora.tasks.result import shown_metrics
 from mlora.tasks.task import Task
+from mlora_ext.adapters.trained_parts import labels_of
 
 
 class Reporter:
@@ -87,6 +88,19 @@ def some(names: Sequence[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def labels_told(task: Task, longest: int = 24) -> str:
+    """Returns how many labels a task's head predicts, and their names; empty if it predicts none."""
+    known = {} if task.lora is None else labels_of(task.lora)
+    count = known.get("num_labels")
+    if not count:
+        return ""
+    if known.get("problem_type") == "regression":
+        return "a number" if count == 1 else f"{count} numbers"
+    names = [name if name.isprintable() else repr(name) for name in known.get("label_names", ())]
+    shown = [name if len(name) <= longest else f"{name[: longest - 1]}…" for name in names]
+    return f"{count} labels" + (f" ({some(shown)})" if shown else "")
+
+
 class PlainLines(Reporter):
     """Prints one line for each event, warnings and faults to `err`; steps every ``logging_steps``."""
 
@@ -97,11 +111,15 @@ class PlainLines(Reporter):
         self._waiting: Sequence[str] = ()
 
     def start(self, tasks: Sequence[Task]) -> None:
-        """Prints how many samples and steps each task has."""
+        """Prints how many samples and steps each task has, and the labels of its head."""
         for task in tasks:
             if task.progress.state == "running":
                 done = f" from step {task.progress.step}" if task.progress.step else ""
-                self.note(f"{task.name}: {len(task.data.samples)} samples, {task.total_steps} steps{done}")
+                labels = labels_told(task)
+                more = f", {labels}" if labels else ""
+                self.note(
+                    f"{task.name}: {len(task.data.samples)} samples, {task.total_steps} steps{done}{more}"
+                )
 
     def step(self, task: Task, record: dict[str, Any]) -> None:
         self._pace.add(task.name, record["tokens"], record["seconds"])

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mlora.config.config_file import apply_override, resolve_config
-from mlora.config.run_config import AdapterConfig, RunConfig
+from mlora.config.faults import path_of
+from mlora.config.run_config import RunConfig
+from mlora.config.strict import Location
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder
 
-# keys that may change before a resume: none changes the results by more than rounding
+_INTERVALS = ("logging_steps", "save_steps")
 FREE = {
-    "output_dir",
-    "device",
-    "gradient_checkpointing",
-    "base_gemm",
-    "pack_base",
-    "offload",
-    "save_total_limit",
-    "logging_steps",
-    "save_steps",
-    "pipeline",
-    "scheduler",
-    "priority",
-    "places",
-    "trials",
+    ("output_dir",),
+    ("device",),
+    ("gradient_checkpointing",),
+    ("base_gemm",),
+    ("pack_base",),
+    ("offload",),
+    ("save_total_limit",),
+    ("pipeline",),
+    ("scheduler",),
+    *(("defaults", key) for key in _INTERVALS),
+    *(("adapters", "NAME", key) for key in (*_INTERVALS, "priority")),
+    *(("sweep", "adapter", key) for key in (*_INTERVALS, "priority")),
+    ("sweep", "places"),
+    ("sweep", "trials"),
 }
+"""Keys that may change before a resume, with all below them: none changes results by more than rounding."""
 
 
 def resumed_config(folder: RunFolder, settings: Sequence[str] = ()) -> RunConfig:
@@ -52,25 +55,26 @@ def resumed_config(folder: RunFolder, settings: Sequence[str] = ()) -> RunConfig
     changed = resolve_config(data, folder=folder.path, where=str(folder.config), given=given)
     changed = changed.model_copy(update={"output_dir": config.output_dir})
     if key := changed_key(config.model_dump(), changed.model_dump()):
-        of_adapters = sorted(FREE & AdapterConfig.model_fields.keys())
-        top = sorted((FREE & RunConfig.model_fields.keys()) - {"output_dir"})
-        free = ", ".join([*top, *(f"adapters.NAME.{key}" for key in of_adapters)])
+        hidden = "adapters" if config.sweep else "sweep"
+        free = [".".join(keys) for keys in sorted(FREE) if keys[0] not in (hidden, "defaults", "output_dir")]
         raise RunError(
-            f"--set: {key} cannot change once a run has begun, only {free}; start a new run, with init_from "
-            "to go on from an adapter"
+            f"--set: {key} cannot change once a run has begun, only {', '.join(free)}; start a new run, with "
+            "init_from to go on from an adapter"
         )
     return changed
 
 
-def changed_key(before: Any, now: Any, path: str = "") -> str | None:
-    """Returns the path of the first value, outside the keys `FREE`, that differs, or None."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*before, *(key for key in now if key not in before)]:
-            found = changed_key(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-            if found and key not in FREE:
-                return found
+def changed_key(before: Any, now: Any, location: Location = ()) -> str | None:
+    """Returns the path of the first value, outside of `FREE`, that differs, or None."""
+    if tuple("NAME" if isinstance(part, int) else part for part in location) in FREE:
         return None
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        pairs = enumerate(zip(before, now, strict=True))
-        return next((found for i, (a, b) in pairs if (found := changed_key(a, b, f"{path}[{i}]"))), None)
-    return None if before == now else path
+    parts: Iterable[int | str] = ()
+    if isinstance(before, dict) and isinstance(now, dict):
+        parts = [*before, *(key for key in now if key not in before)]
+        pairs = [(before.get(key), now.get(key)) for key in parts]
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        parts, pairs = range(len(now)), list(zip(before, now, strict=True))
+    else:
+        return None if before == now else path_of(location)
+    found = (changed_key(*pair, (*location, part)) for part, pair in zip(parts, pairs, strict=True))
+    return next(filter(None, found), None)

@@ -134,9 +134,16 @@ def resume(
             done = finished_result(folder, config)  # another process may have finished it meanwhile
             if done is None:
                 return _go_on(folder, resumed_config(folder, settings), metrics, reporter, member)
+    paused = [name for name, adapter in done.adapters.items() if adapter.state == "paused"]
     if settings:
+        if paused:
+            raise RunError(
+                f"{folder.path}: only paused tasks remain, so nothing goes on with --set; first "
+                f"`mlora unpause {folder.path} {' '.join(paused)}`"
+            )
         raise RunError(f"{folder.path}: the run has ended, so --set changes nothing; remove it")
-    reporter.note("the run had ended already; nothing is left to train")
+    if not paused:
+        reporter.note("the run had ended already; nothing is left to train")
     for name, adapter in done.adapters.items():
         if adapter.state in ("stopped", "refused"):
             reporter.fault(f"{name}: {adapter.state}: {adapter.message}")

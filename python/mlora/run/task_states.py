@@ -51,11 +51,12 @@ def _create_adapter(engine: Engine, task: Task, group: int, state: Mapping[str, 
     """
     lora = task.lora
     more: dict[str, Any] = {}
+    begins = state is None and task.config.init_from is None
     if state is not None and "lora" in state:
         lora = lora_of(state["lora"])
-    elif state is None and task.lora is not None and needs_data(task.lora):
+    elif begins and lora is not None and needs_data(lora):
         more = {"start_batches": task.start_batches()}
-    elif state is None and task.lora is not None and needs_weights(task.lora):
+    elif begins and lora is not None and needs_weights(lora):
         more = {"start_weights": engine.source}
     engine.create_adapter(
         task.name,
@@ -111,6 +112,20 @@ def compare(task: Task, entry: Mapping[str, Any]) -> bool:
         return False
     progress.best, progress.best_step = value, entry["step"]
     return True
+
+
+def never_best(task: Task) -> str | None:
+    """Returns a warning on the first evaluation after step 0 that cannot be the best; None: it is another."""
+    rule, found = task.config.best_rule, task.progress.evaluations
+    if rule is None:
+        return None
+    steps = [one["step"] for one in found if one["step"] and not math.isfinite(one.get(rule.metric, 0.0))]
+    if steps != [found[-1]["step"]]:
+        return None
+    return (
+        f"{task.name}: metric_for_best_model: {rule.metric} is {found[-1][rule.metric]} at step {steps[0]}; "
+        "an evaluation without a finite value is never the best"
+    )
 
 
 def write_best(engine: Engine, task: Task, folder: Path) -> None:

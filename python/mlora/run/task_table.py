@@ -19,7 +19,7 @@ from mlora.run.task_states import bring_back, check_best_file, restore_adapter, 
 from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import Group
-from mlora.tasks.task import State, Task, TaskBuilder
+from mlora.tasks.task import State, Task, TaskBuilder, check_loss
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
@@ -169,7 +169,7 @@ class TaskTable:
     def unfits(self, task: Task, message: str) -> None:
         """Refuses a task for which there is no room; it must not be on the engine."""
         self.unfit[task.name] = message.removeprefix(f"adapter {task.name!r}: ")
-        self._refuse(task.name, self.unfit[task.name])
+        self.refuse(task.name, self.unfit[task.name])
 
     def take(self, request: Request, unfit: Mapping[str, str] | None) -> None:
         """Carries out a user's request, as far as still possible; `unfit` is for `look_at`."""
@@ -202,9 +202,12 @@ class TaskTable:
             self.reporter.warn(f"{name}: submitted again under a name that is taken; left out")
         else:
             try:
-                task = self._builder.build(*submitted(name, content))
+                adapter, datasets = submitted(name, content)
+                if "trial" not in content:  # all trials have the loss that the sweep began with
+                    check_loss(adapter)
+                task = self._builder.build(adapter, datasets)
             except RunError as error:
-                self._refuse(name, str(error))
+                self.refuse(name, str(error))
         if self.sweep and "trial" in content:
             self.reporter.note(f"{name}: {self.sweep.begun(content['trial'], task)}")
         if task is None:
@@ -216,7 +219,8 @@ class TaskTable:
         if task in self.tasks:
             self.reporter.joined(task, self.tasks)
 
-    def _refuse(self, name: str, message: str) -> None:
+    def refuse(self, name: str, message: str) -> None:
+        """Takes a task off the table that is not on the engine, and reports why."""
         self.tasks = [task for task in self.tasks if task.name != name]
         self.refused[name] = message
         if self.sweep:
@@ -268,7 +272,7 @@ class TaskTable:
             bring_back(self.engine, task, self.admission.slots[task.name], self.folder.states)
         except ValueError as error:
             if begins:
-                self._refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+                self.refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
             else:
                 self._end(task, "stopped", str(error).removeprefix(f"{task.name}: "))
             return False

@@ -22,6 +22,7 @@ from mlora.planning.task_memory import memory_need
 from mlora.run.forecasts import forecast_lines
 from mlora.run.prepare import Prepared, prepare, sweep_of
 from mlora.run.reporter import Reporter
+from mlora.run.trial_losses import faults_of_own_losses
 from mlora.scheduler import token_balanced
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task
@@ -47,7 +48,8 @@ class Validated(NamedTuple):
 def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
     """Reads, checks and loads all that a run needs before its first step; writes nothing.
 
-    An ``output_dir`` that is not empty, and more memory than is free, are only warnings.
+    Losses of one's own are called once, on made-up numbers. An ``output_dir`` that is not empty, and more
+    memory than is free, are only warnings.
     """
     reporter = reporter or Reporter()
     folder = RunFolder(config.output_dir)
@@ -67,6 +69,8 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
         forecast = forecast_lines(prepared.engine, _first_group(config, prepared))
     trained = sum(p.numel() for p in prepared.engine.model.parameters()) if config.method == "full" else 0
     prepared.engine.close()
+    for name, fault in faults_of_own_losses(prepared.table.tasks, prepared.engine.device).items():
+        prepared.table.refuse(name, fault)
     plan = _plan(config, prepared, before, min(before, used_at_first(cpu)))
     plan = replace(plan, places=places) if plan else None
     free = free_memory(cpu)

@@ -54,10 +54,7 @@ def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
         if entry is None:
             continue
         state = entry["state"]
-        after = {
-            key: entry[key]["after"] if state == "finished" and key in entry else None
-            for key in shown_metrics(sweep)
-        }
+        after = {key: _after(entry, key) if state == "finished" else None for key in shown_metrics(sweep)}
         if after["eval_loss"] is None and curve:
             after["eval_loss"] = curve[-1][1]
         if state == "running" and summary["status"] != "running":
@@ -65,10 +62,17 @@ def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
         value, loss = after[sweep.metric], after["eval_loss"]
         trial = RankedTrial(None, name, state, entry["step"], value, loss, entry["seconds"], params, curve)
         (finished if state == "finished" and value is not None else others).append(trial)
-    sign = 1 if sweep.metric == "eval_loss" else -1
+    sign = -1 if sweep.greater else 1
     finished.sort(key=lambda trial: sign * (trial.value or 0.0))
     others.sort(key=lambda trial: -trial.step)
     return [*(replace(trial, rank=rank) for rank, trial in enumerate(finished, 1)), *others]
+
+
+def _after(entry: Mapping[str, Any], key: str) -> float | None:
+    """Returns what an adapter's last evaluation measured, from its entry in ``summary.json``."""
+    pair = entry.get(key) or entry.get("eval_metrics", {}).get(key.removeprefix("eval_"), {})
+    found: float | None = pair.get("after")
+    return found
 
 
 def _params(folder: RunFolder, sweep: SweepConfig) -> dict[str, dict[str, Any]]:

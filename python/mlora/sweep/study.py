@@ -55,7 +55,7 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         self._sweep, self._seed, self._space = sweep, seed, sweep.space
         self._distributions = {path: _distribution(leaf) for path, leaf in self._space.items()}
-        direction = StudyDirection.MINIMIZE if sweep.metric == "eval_loss" else StudyDirection.MAXIMIZE
+        direction = StudyDirection.MAXIMIZE if sweep.greater else StudyDirection.MINIMIZE
         self._study = optuna.create_study(
             direction=direction,
             sampler=self._sampler(0),

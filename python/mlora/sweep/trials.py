@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -81,7 +82,10 @@ class Sweep:
             if not task.alive:
                 finished = task.progress.state == "finished"
                 value = task.evaluation(task.saved_step).get(self._sweep.metric) if finished else None
-                self._study.end(number, "fail" if value is None else "complete", value)
+                if value is not None and math.isfinite(value):
+                    self._study.end(number, "complete", value)
+                else:
+                    self._study.end(number, "fail")
                 del self._open[name], self._judged[name]
             elif new:
                 self._judged[name] = new[-1]["step"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlora.config.run_config import AdapterConfig
 from mlora.config.sections import OF_TASKS, DatasetConfig
-from mlora.data.dataset import read_lines
-from mlora.data.file_types import refuse_other_kinds
+from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
 from mlora.errors import RunError
 from mlora.model.task_heads import why_not_started
@@ -20,6 +19,7 @@ from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+Finds = Callable[[Path, str], FoundLabels]
 _TEXTS = {"classification": "text", "question_answering": "question"}
 
 
@@ -36,7 +36,10 @@ def needs_no_tokenizer(dataset: DatasetConfig) -> bool:
 
 
 def label_rules(
-    adapter: AdapterConfig, lora: LoraConfig, datasets: Mapping[str, DatasetConfig]
+    adapter: AdapterConfig,
+    lora: LoraConfig,
+    datasets: Mapping[str, DatasetConfig],
+    find: Finds = find_labels,
 ) -> LabelRules | None:
     """Returns how an adapter's labels are read; None if it predicts tokens. Gives `lora` what it found.
 
@@ -45,6 +48,7 @@ def label_rules(
     Args:
         lora: the adapter's config, or that of its ``init_from``.
         datasets: by name.
+        find: `find_labels`, or what has kept its results.
 
     Raises:
         RunError: the adapter's task, labels, metrics and formats do not fit together.
@@ -64,7 +68,7 @@ def label_rules(
     reason = why_not_started(lora)
     if reason is not None:
         raise RunError(f"lora: {reason}")
-    rules = _rules(adapter, lora, Path(datasets[adapter.dataset].path))
+    rules = _rules(adapter, lora, Path(datasets[adapter.dataset].path), find)
     rule = adapter.best_rule
     if rule is not None and rule.metric == "eval_accuracy" and rules.problem == "regression":
         raise RunError("metric_for_best_model: a regression has no accuracy; use loss")
@@ -90,7 +94,7 @@ def _check_keys(adapter: AdapterConfig, task: str, classifies: bool) -> None:
         raise RunError(f"metric_for_best_model: accuracy needs lora.task_type: {' or '.join(OF_TASKS)}")
 
 
-def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path) -> LabelRules:
+def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path, find: Finds) -> LabelRules:
     task, known = task_of(lora), labels_of(lora)
     if task == "QUESTION_ANS":
         return LabelRules(task, "", 2)
@@ -100,19 +104,19 @@ def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path) -> LabelRules:
     asked, stored = adapter.problem_type, known.get("problem_type")
     if adapter.init_from and asked and stored not in (None, asked):
         raise RunError(f"problem_type: is {asked}, but the head in init_from was trained for {stored}")
-    given = _first_label(path, task)
-    problem = asked or stored or _problem(task, count, given)
+    found = find(path, task)
+    problem = asked or stored or _problem(task, count, found.first)
     names: tuple[str, ...] = ()
-    if problem != "regression" and _is_text(given):
-        names = _names(adapter, path, task, count, known.get("label_names"))
+    if problem != "regression" and found.is_text:
+        names = _names(adapter, path, found, count, known.get("label_names"))
         count = len(names)
-    if count is None and given is not None:  # else whoever reads the lines tells what they lack
+    if count is None and found.first is not None:  # else whoever reads the lines tells what they lack
         hint = "; 1 for a regression, whose labels are numbers" if task == "SEQ_CLS" else ""
         raise RunError(f"num_labels: task_type {task} needs the number of labels{hint}")
     if count == 1 and problem == "single_label_classification":
         where = f" in {path}, {names[0]!r}" if names else ""
         raise RunError(f"num_labels: task_type {task} needs at least 2 labels, got 1{where}")
-    flags = not names and problem == "multi_label_classification" and _has_flags(path, count)
+    flags = not names and problem == "multi_label_classification" and found.are_flags(count)
     return LabelRules(task, problem, count or 2, names, flags)
 
 
@@ -124,27 +128,8 @@ def _problem(task: str, count: int | None, given: Any) -> str:
     return "multi_label_classification" if lists else "single_label_classification"
 
 
-def _labels(path: Path, task: str) -> Iterator[Any]:
-    """Yields the labels of a dataset's lines; None where a line has none."""
-    refuse_other_kinds(path)
-    for _, fields in read_lines(path):
-        yield fields.get("labels" if task == "TOKEN_CLS" else "label")
-
-
-def _first_label(path: Path, task: str) -> Any:
-    """Returns the first label of a dataset, of lists the first that holds more than -100; None if none."""
-    for given in _labels(path, task):
-        if given is not None and (not isinstance(given, list) or any(one != -100 for one in given)):
-            return given
-    return None
-
-
-def _is_text(given: Any) -> bool:
-    return any(isinstance(one, str) for one in (given if isinstance(given, list) else [given]))
-
-
 def _names(
-    adapter: AdapterConfig, path: Path, task: str, count: int | None, stored: list[str] | None
+    adapter: AdapterConfig, path: Path, found: FoundLabels, count: int | None, stored: list[str] | None
 ) -> tuple[str, ...]:
     """Returns the names of the labels in the order of their ids."""
     if adapter.init_from is not None:
@@ -154,23 +139,6 @@ def _names(
                 f"numbers as labels in {path}"
             )
         return tuple(stored)
-    found = {
-        one
-        for given in _labels(path, task)
-        for one in (given if isinstance(given, list) else [given])
-        if isinstance(one, str)
-    }
-    if count not in (None, len(found)):
-        raise RunError(f"num_labels: is {count}, but {path} has {len(found)} labels; leave it out")
-    return tuple(sorted(found))
-
-
-def _has_flags(path: Path, count: int | None) -> bool:
-    """Whether lists hold 0 or 1 for each label, not ids. The first list that cannot be both decides."""
-    for given in _labels(path, "SEQ_CLS"):
-        if isinstance(given, list):
-            if len(given) != count or any(one not in (0, 1) for one in given):
-                return False
-            if given.count(0) > 1 or given.count(1) > 1:
-                return True
-    return True
+    if count not in (None, len(found.names)):
+        raise RunError(f"num_labels: is {count}, but {path} has {len(found.names)} labels; leave it out")
+    return found.names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,7 @@ from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.data.dataset import Dataset, load_dataset
+from mlora.data.found_labels import find_labels
 from mlora.data.label_formats import LabelRules
 from mlora.data.preference import joined
 from mlora.data.record import Sample, sequence_lengths
@@ -20,7 +21,8 @@ from mlora.data.sampler import BatchPlan, task_seed
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.objectives.objective import Objective
-from mlora.objectives.registry import Style, objective_of, style_of
+from mlora.objectives.options import ObjectiveError
+from mlora.objectives.registry import Style, check_unchanged, objective_of, style_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.tasks.classifiers import label_rules, needs_no_tokenizer
 from mlora.tasks.init_from import check_init_from
@@ -179,6 +181,7 @@ class TaskBuilder:
         self._config = config
         self._base = base
         self._datasets = {dataset.name: dataset for dataset in config.datasets}
+        self._find_labels = cache(find_labels)  # once for all adapters of a file
         self._loaded: dict[tuple[str, str, str, int, bool, Style, LabelRules | None], Dataset] = {}
 
     def build(self, adapter: AdapterConfig, datasets: Sequence[DatasetConfig] = ()) -> Task:
@@ -207,7 +210,7 @@ class TaskBuilder:
         known = self._datasets | {dataset.name: dataset for dataset in datasets}
         labels = None
         if self._config.method == "lora" and read is not None:
-            labels = label_rules(adapter, read, known)
+            labels = label_rules(adapter, read, known, self._find_labels)
             lora = lora if labels is None else read
         data = self._load(known[adapter.dataset], adapter, labels)
         eval_data = self._load(known[adapter.eval_dataset], adapter, labels) if adapter.eval_dataset else None
@@ -266,6 +269,14 @@ class TaskBuilder:
             )
             self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
         return self._loaded[key]
+
+
+def check_loss(adapter: AdapterConfig) -> None:
+    """Raises RunError if a file of an adapter's own loss has changed since this process read it."""
+    try:
+        check_unchanged(adapter.objective)
+    except ObjectiveError as error:
+        raise RunError(str(error)) from error
 
 
 def _check_prompts(adapter: AdapterConfig, data: Dataset) -> None:

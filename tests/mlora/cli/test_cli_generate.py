@@ -136,14 +136,26 @@ def test_a_classifier_predicts_its_label(run: Run, tiny_base: Path, tmp_path: Pa
     ]
     (folder / "labels.json").write_text(json.dumps({"problem_type": "regression"}))
     assert "first: problem_type regression predicts no single label; name other adapters" in only_line(
-        run("generate", tmp_path / "run", "-p", "x")
+        run("generate", tmp_path / "run", "-p", "x", "-a", "first", "-a", "second")
     )
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "TOKEN_CLS"}))
-    assert only_line(run("generate", tmp_path / "run", "-p", "x")) == (
+    assert only_line(run("generate", tmp_path / "run", "-p", "x", "-a", "first")) == (
         "error: first: task_type TOKEN_CLS predicts no text; name other adapters with --adapter, and load "
         f"{folder} with PEFT over AutoModelForTokenClassification"
     )
+    assert only_line(run("generate", folder, "-p", "x")) == (
+        f"error: first: task_type TOKEN_CLS predicts no text; load {folder} with PEFT over "
+        "AutoModelForTokenClassification"
+    )
+    shutil.copytree(folder, folder.with_name("third"))
+    others = run("generate", tmp_path / "run", "-p", "x", "--max-new-tokens", 2)
+    assert others.exit_code == 0
+    assert others.stderr.splitlines() == [
+        "warning: first, third: left out: task_type TOKEN_CLS predicts no text; use PEFT over "
+        "AutoModelForTokenClassification"
+    ]
+    assert [line[:8] for line in others.stdout.splitlines()] == ["[second]"]
 
 
 def test_generate_where_there_is_no_such_device(run: Run, trained: Path) -> None:

@@ -162,3 +162,69 @@ def test_a_tokenizer_is_asked_for_only_where_it_is_needed(run: Run, tiny_base: P
     result = run("validate", write_run(tmp_path, data))
     assert result.exit_code == 1
     assert "base_model: cannot load the tokenizer of" in result.stderr.splitlines()[0]
+
+
+OWN_LOSSES = """import torch
+
+def raises(rows, beta=0.1):
+    if beta > 1:
+        return -rows.sums()
+    chosen = rows.sums()
+    return torhc.relu(chosen)
+
+def shape(rows):
+    return -rows.log_p
+
+def detached(rows):
+    return -rows.sums().detach()
+
+def lacks(rows):
+    return rows.sums()[0::2] - rows.silent_sums()[0::2]
+
+def pairs(rows):
+    apart = rows.sums() - rows.silent_sums()
+    return apart[1::2] - apart[0::2], {"apart": apart[0::2]}
+"""
+
+
+def test_losses_of_ones_own_are_tried(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    """Each on rows of its own data; the line of the fault is that in its file."""
+    file = tmp_path / "tried.py"
+    file.write_text(OWN_LOSSES)
+    data = run_data(tiny_base, tmp_path)
+    write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "bc", "rejected": "d"}] * 3)
+    data["datasets"].append({"name": "pairs", "path": "pairs.jsonl", "format": "preference"})
+    wanted = {"dataset": "pairs", "max_steps": 1, "lora": {"r": 2, "target_modules": ["q_proj"]}}
+    pairs = {"name": "tried:pairs", "takes": "pairs", "reference": "__base__"}
+    data["adapters"] = [
+        data["adapters"][1] | {"name": "raises", "objective": "tried:raises"},
+        data["adapters"][1] | {"name": "fine", "objective": {"name": "tried:raises", "beta": 2.0}},
+        data["adapters"][1] | {"name": "shape", "objective": "tried:shape"},
+        data["adapters"][1] | {"name": "detached", "objective": "tried:detached"},
+        wanted | {"name": "lacks", "objective": {"name": "tried:lacks", "takes": "pairs"}},
+        wanted | {"name": "pairs", "objective": pairs},
+    ]
+    result = run("validate", write_run(tmp_path, data))
+    assert result.exit_code == 1
+    told = result.stderr.splitlines()
+    rows = re.search(r"got \[(\d+)\]", told[1])
+    assert rows is not None
+    assert int(rows[1]) > 3
+    assert told[:3] == [
+        "error: raises: refused: objective: raises failed: NameError: name 'torhc' is not defined, in "
+        f"{file}:7",
+        "error: shape: refused: objective: shape must return the losses of each of 3 samples, a tensor [3], "
+        f"got [{rows[1]}], in {file}:9",
+        "error: detached: refused: objective: detached failed: RuntimeError: element 0 of tensors does not "
+        f"require grad and does not have a grad_fn, in {file}:12",
+    ]
+    assert told[3].startswith("error: lacks: refused: objective: lacks failed: ValueError: ")
+    assert told[3].endswith(f"in {file}:16")
+    assert told[4:] == [f"error: {tmp_path / 'run.yaml'}: 4 of 6 adapters would be refused"]
+    for adapter in data["adapters"]:
+        adapter["objective"] = pairs if adapter["dataset"] == "pairs" else data["adapters"][1]["objective"]
+    result = run("validate", write_run(tmp_path, data))
+    assert result.exit_code == 0, result.stderr
+    data["adapters"] = [data["adapters"][0] | {"objective": "tried:shape"}]
+    result = run("validate", write_run(tmp_path, data))
+    assert result.stderr.splitlines()[-1].endswith("1 of 1 adapters would be refused")

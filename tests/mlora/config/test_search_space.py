@@ -95,6 +95,27 @@ def test_what_a_space_refuses(search: dict[str, Any], key: str, message: str) ->
         ({"trials": 0}, "sweep.trials: must be at least 1"),
         ({"sampler": "grid"}, "sweep.sampler: grid needs"),
         ({"metric": "eval_exact_match"}, "sweep.adapter.eval_exact_match: must be true"),
+        ({"metric": "exact_match"}, "sweep.adapter.eval_exact_match: must be true"),
+        (
+            {"metric": "eval_los"},
+            "sweep.metric: 'eval_los' is not measured with objective cross_entropy; did",
+        ),
+        (
+            {"metric": "kl"},
+            "sweep.metric: 'eval_kl' is not measured with objective cross_entropy; metrics: loss",
+        ),
+        (
+            {"metric": "accuracy", "pruner": "median"},
+            "sweep.pruner: needs the metric eval_loss, got",
+        ),
+        (
+            {"metric": "kl", "search": {"objective": {"choice": ["kto", "dpo"]}}},
+            "sweep.metric: 'eval_kl' is not measured with objective dpo; metrics: loss, rewards/accuracies",
+        ),
+        (
+            {"metric": "rewards/margins", "search": {"objective": {"choice": ["dpoo"]}}},
+            "sweep.search.objective: 'dpoo' is unknown; did you mean 'dpo'?",
+        ),
         ({"pruner_kwargs": {"a": 1}}, "sweep.pruner_kwargs: pruner is none; set a pruner or remove this key"),
         (
             {"sampler_kwargs": {"seed": 1}},

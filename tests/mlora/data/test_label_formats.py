@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlora.config.config_file import resolve_config
 from mlora.data.dataset import load_dataset
 from mlora.data.label_formats import LabelRules
 from mlora.data.record import AnswerSample, LabelledSample
 from mlora.errors import RunError
+from mlora.model.base_info import BaseInfo
+from mlora.tasks.task import TaskBuilder
 from tiny_run import save_tokenizer, write_jsonl
 from transformers import PreTrainedTokenizerFast
 
@@ -166,3 +169,41 @@ def test_a_label_that_is_cut_off_moves_to_no_other_token() -> None:
     tagged = LabelledSample((5, 6, 7), (-100, -100, 1))
     assert tagged.cut(2) == LabelledSample((5, 6), (-100, -100))
     assert LabelledSample.of_sequence((5, 6, 7), 1).cut(2) == LabelledSample((5, 6), (-100, 1))
+
+
+@pytest.mark.parametrize(
+    ("rules", "ids", "text", "keys"),
+    [
+        (NUMBER, {"input_ids": [5, 6], "label": 1}, {"text": "a", "label": 1}, "text"),
+        (
+            ANSWERS,
+            {"input_ids": [5, 6], "start_positions": 0, "end_positions": 1},
+            {"question": "a?", "context": "b", "answers": {"text": ["b"], "answer_start": [0]}},
+            "question and context",
+        ),
+    ],
+)
+def test_text_after_lines_of_ids(
+    tiny_base: Path, tmp_path: Path, rules: LabelRules, ids: dict[str, Any], text: dict[str, Any], keys: str
+) -> None:
+    """The message names the kinds of lines, not the tokenizer, which the base has."""
+    path = write_jsonl(tmp_path / "lines.jsonl", [*[ids] * 10, text])
+    format = "question_answering" if rules is ANSWERS else "classification"
+    lora = {"task_type": rules.task, "target_modules": ["q_proj"]}
+    adapter = {"name": "a", "dataset": "lines", "lora": lora}
+    data = {
+        "base_model": str(tiny_base),
+        "output_dir": "run",
+        "datasets": [{"name": "lines", "path": str(path), "format": format}],
+        "adapters": [adapter | ({"num_labels": 1} if rules is NUMBER else {})],
+    }
+    config = resolve_config(data, folder=tmp_path)
+    with pytest.raises(RunError) as error:
+        TaskBuilder(config, BaseInfo(config.base_model)).build(config.adapters[0])
+    assert str(error.value) == (
+        f"{path}:11: has {keys}, but the lines before it, from line 1 on, have input_ids; "
+        "write all lines of a file alike"
+    )
+    write_jsonl(path, [text])
+    with pytest.raises(RunError, match=f"lines.jsonl:1: the base model has no tokenizer; give .* of {keys}"):
+        load_dataset("lines", path, format, max_length=9, vocab_size=260, labels=rules)

@@ -10,26 +10,16 @@ import torch
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions
-from mlora.optim.optim_config import OptimConfig
-from peft import LoraConfig, PeftModel
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AwqConfig, GPTQConfig, PreTrainedModel
+from peft import LoraConfig
+from transformers import PreTrainedModel
 
 pytest.importorskip("gptqmodel", reason="`make gptq` makes an environment with gptqmodel")
 
-from tests.mlora.peft_alone import save_initial, train
-from tests.mlora.tiny_models import samples
+from tests.mlora.quantized_training import LORA, check_as_peft
 from tests.mlora.tiny_run import save_base
-from tests.packed_checkpoints import save_packed
-from tests.tolerances import STEADY_EPSILON, assert_same_up_to_rounding
+from tests.packed_checkpoints import load_packed, save_packed
 
 pytestmark = pytest.mark.peers
-STEPS, TOLERANCE = 12, 1e-4
-EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LORA: dict[str, Any] = {
-    "a": {"r": 4, "target_modules": EVERY},
-    "b": {"r": 7, "lora_alpha": 14, "target_modules": ["q_proj", "down_proj"]},
-}
 KINDS: dict[str, tuple[Any, ...]] = {
     "gptq": ("gptq", 4, 32, False),
     "gptq, act-order": ("gptq", 8, 32, True),
@@ -45,61 +35,16 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def theirs(base: Path, kind: str) -> PreTrainedModel:
     method, bits = KINDS[kind][:2]
-    backend = "auto_trainable"
-    config: Any = AwqConfig(backend=backend) if method == "awq" else GPTQConfig(bits=bits, backend=backend)
-    return AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.float32)
+    return load_packed(base, method, bits)
 
 
-def optim() -> OptimConfig:
-    return OptimConfig(2e-3, total_steps=STEPS, max_grad_norm=1.0, adam_epsilon=STEADY_EPSILON)
-
-
-def batch(name: str, step: int) -> list[Any]:
-    return samples(2, 9, seed=100 * step + (name == "b"))
-
-
-def trained(base: Path, folders: dict[str, Path], stages: int) -> dict[str, tuple[list[float], dict]]:
-    """Returns losses and weights of adapters that train together."""
-    losses: dict[str, list[float]] = {name: [] for name in folders}
-    with Engine(base, stages=stages) as engine:
-        for name, folder in folders.items():
-            engine.load(name, folder, optim())
-        for step in range(STEPS):
-            found = engine.forward_backward({name: batch(name, step) for name in folders})
-            for name in folders:
-                losses[name].append(found[name].loss_sum / found[name].tokens)
-                engine.optim_step(name)
-        for name, folder in folders.items():
-            engine.save(name, folder / "ours")
-    return {name: (losses[name], read(folder / "ours")) for name, folder in folders.items()}
-
-
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "adapter_model.safetensors")
-
-
-@pytest.mark.parametrize("kind", ["gptq", "awq"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_losses_and_weights_are_those_of_peft(bases: dict[str, Path], tmp_path: Path, kind: str) -> None:
     """Together, alone, and with two stages."""
-    base, folders = bases[kind], {name: tmp_path / name for name in LORA}
-    for name, lora in LORA.items():
-        torch.manual_seed(5)
-        save_initial(theirs(base, kind), LoraConfig(**lora, init_lora_weights=False), folders[name])
-    runs = [
-        trained(base, folders, 1),
-        trained(base, {"a": folders["a"]}, 1),
-        trained(base, folders, 2),
-    ]
-    for name, folder in folders.items():
-        model = PeftModel.from_pretrained(theirs(base, kind), folder, is_trainable=True)
-        expected = train(model, optim(), [[batch(name, step)] for step in range(STEPS)])
-        model.save_pretrained(folder / "theirs")
-        start, end = read(folder), read(folder / "theirs")
-        for losses, weights in [run[name] for run in runs if name in run]:
-            assert losses == pytest.approx(expected, rel=TOLERANCE)
-            for key, weight in weights.items():
-                changes = weight - start[key], end[key] - start[key]
-                assert_same_up_to_rounding(*changes, f"{name}: {key}", TOLERANCE)
+    base = bases[kind]
+    check_as_peft(
+        lambda: theirs(base, kind), lambda stages: Engine(base, stages=stages), tmp_path, stages=(1, 2)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,7 @@ ONE = Candidate("a", [80], lambda count: [80] * min(count, 1))
 
 def memory_of(estimate: Any, look: Any = None, base: int = 500 * MIB, earlier: int = 0) -> MemoryLimit:
     adapters: Any = SimpleNamespace(
-        estimate=estimate, at_rest=lambda name: (0,), admitted=lambda name: (5,), knows=lambda name: True
+        estimate=estimate, at_rest=lambda names: (0,), admitted=lambda name: (5,), knows=lambda name: True
     )
     return MemoryLimit(adapters, 4 << 30, [base], base, look=look, earlier=earlier)
 

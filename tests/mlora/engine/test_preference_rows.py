@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from dataclasses import replace
@@ -23,11 +24,13 @@ from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import objective_of
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
+from safetensors.torch import load_file
 from tiny_models import VOCABULARY, make, samples
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mlora_ext
+from mlora_ext import adapter_parameters
 from mlora_ext.nn.routing.router import router_of
 
 OPTIM = OptimConfig(1e-2, total_steps=40)
@@ -318,31 +321,98 @@ def test_the_start_is_the_reference(tmp_path: Path) -> None:
     assert engine.adapters == ["old", "named", "own"]
 
 
+def test_adapters_share_their_start(tmp_path: Path) -> None:
+    """One for each folder's content, without gradients; it stays as long as an adapter needs it."""
+    engine = Engine(make("llama"), seed=1)
+    for place, name in enumerate(("old", "other")):
+        engine.create_adapter(name, LoraConfig(**LORA), OPTIM, seed=place)
+        engine.save(name, tmp_path / name)
+    spec = {"name": "dpo", "beta": 0.3, "reference": "init_from"}
+    for name, folder in (("a", "old"), ("b", "old"), ("c", "other")):
+        engine.create_adapter(name, None, OPTIM, objective=spec, init_from=tmp_path / folder, seed=4)
+    known = router_of(engine.model).adapters
+    shared, own = [name for name in known if name.startswith("init_from ")]
+    frozen = [p for name in (shared, own) for p in adapter_parameters(engine.model, name).values()]
+    assert frozen
+    assert not any(p.requires_grad or p.grad is not None for p in frozen)
+    data = pairs(3, 1)
+    packed = engine._pack(engine._joined({"a": data, "b": data, "c": data}), None)
+    assert packed.silent is not None
+    assert packed.silent.names == (shared, own)
+    assert len(packed.silent.sequences) == 4 * len(data)
+    assert packed.reads[0] == packed.reads[1]
+
+    alone = Engine(make("llama"), seed=1)
+    alone.create_adapter("b", None, OPTIM, objective=spec, init_from=tmp_path / "old", seed=4)
+    for names in (("a", "b", "c"), ("b", "c"), ("b", "c")):
+        found = engine.forward_backward(dict.fromkeys(names, data))
+        wanted = alone.forward_backward({"b": data})["b"]
+        assert found["b"].loss == pytest.approx(wanted.loss, rel=1e-5)
+        assert found["b"].metrics == pytest.approx(wanted.metrics, rel=1e-4, abs=1e-5)
+        for name in names:
+            engine.optim_step(name)
+        alone.optim_step("b")
+        if "a" in engine.adapters:
+            engine.remove_adapter("a")
+            assert {shared, own} < set(known)
+    state = engine.state_dict("b")
+    engine.remove_adapter("b")
+    assert list(known) == ["old", "other", "c", own]
+    engine.create_adapter("a", None, OPTIM, objective=spec, init_from=tmp_path / "old", seed=4)
+    engine.create_adapter("b", None, OPTIM, objective=spec, init_from=tmp_path / "old", seed=4)
+    engine.load_state_dict("b", state)
+    assert engine.evaluate({"b": data})["b"].loss == pytest.approx(
+        alone.evaluate({"b": data})["b"].loss, rel=1e-5
+    )
+    assert engine.adapters == ["old", "other", "c", "a", "b"]
+
+
+def test_the_digest_of_a_start_is_that_of_its_weights(tmp_path: Path) -> None:
+    """Checkpoints hold it, so it stays as it is."""
+    engine = Engine(make("llama"), seed=1)
+    engine.create_adapter("old", LoraConfig(**LORA), OPTIM)
+    engine.save("old", tmp_path)
+    spec = {"name": "dpo", "reference": "init_from"}
+    engine.create_adapter("own", None, OPTIM, objective=spec, init_from=tmp_path)
+    found = hashlib.sha256()
+    for key, tensor in sorted(load_file(tmp_path / "adapter_model.safetensors").items()):
+        found.update(key.encode() + tensor.contiguous().numpy().tobytes())
+    assert engine.state_dict("own")["start_digest"] == found.hexdigest()
+
+
 def test_a_start_takes_no_other_adapters_place(tmp_path: Path) -> None:
-    """And under a memory limit it counts as what nobody trains."""
+    """And under a memory limit it counts as what nobody trains, once for all that share it."""
     engine = Engine(make("llama"), seed=1, memory_limit="8GiB")
     engine.create_adapter("old", LoraConfig(**LORA), OPTIM)
     engine.save("old", tmp_path)
     spec = {"name": "dpo", "reference": "init_from"}
     engine.create_adapter("own", None, OPTIM, objective=spec, init_from=tmp_path)
-    with pytest.raises(ValueError, match="'own init_from': the engine has an adapter of this name"):
-        engine.create_adapter("own init_from", LoraConfig(**LORA), OPTIM)
+    (start,) = (name for name in router_of(engine.model).adapters if name.startswith("init_from "))
+    with pytest.raises(ValueError, match=f"'{start}': the engine has an adapter of this name"):
+        engine.create_adapter(start, LoraConfig(**LORA), OPTIM)
     assert engine.memory is not None
     known = engine.memory.adapters
-    (beside,), (own,), (moments,) = known.at_rest("own init_from"), known.at_rest("own"), known.moments("own")
-    assert moments > 0
-    assert beside == own - moments
+    (own,) = known._known["own"].states
+    assert own.gradients > 0
+    assert known.at_rest([start]) == (own.weights,)
+    assert known.at_rest(["own"]) == (own.weights + own.gradients + own.moments,)
+    for name in ("one", "two", "three"):
+        config = LoraConfig(**LORA)
+        known.know(name, config, OPTIM, 9, silent=True, start=None if name == "three" else "folder")
+    assert known.at_rest(["one"]) == (own.total + own.weights,)
+    assert known.at_rest(["one", "two", "three"]) == (3 * own.total + own.weights,)
     engine.forward_backward({"own": pairs(3, 1)})
     engine.optim_step("own")
     engine.remove_adapter("own")
     with pytest.raises(ValueError, match=r"no adapter 'own' in this engine; its adapters: old$"):
         engine.remove_adapter("own")
-    engine.create_adapter("own init_from", LoraConfig(**LORA), OPTIM)
-    before = engine.weights("own init_from")
-    with pytest.raises(ValueError, match="'own init_from': the engine has an adapter of this name"):
+    assert not known.knows(start)
+    engine.create_adapter(start, LoraConfig(**LORA), OPTIM)
+    before = engine.weights(start)
+    with pytest.raises(ValueError, match=f"'{start}': the engine has an adapter of this name"):
         engine.create_adapter("own", None, OPTIM, objective=spec, init_from=tmp_path)
-    assert engine.adapters == ["old", "own init_from"]
-    assert all(torch.equal(tensor, before[key]) for key, tensor in engine.weights("own init_from").items())
+    assert engine.adapters == ["old", start]
+    assert all(torch.equal(tensor, before[key]) for key, tensor in engine.weights(start).items())
 
 
 def test_evaluation_reports_the_same() -> None:

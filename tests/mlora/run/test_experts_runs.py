@@ -10,6 +10,7 @@ from mlora.config.config_file import resolve_config
 
 from tests.mixtures import mixture
 from tests.mlora.command_line import invoke
+from tests.mlora.limited_runs import Watching
 from tests.mlora.seam_runs import data_of, train_and_resume
 from tests.mlora.stage_runs import assert_alike
 from tests.mlora.tiny_run import save_tokenizer, write_run
@@ -78,3 +79,19 @@ def test_validate_warns_of_names_and_ranks_that_do_nothing(tmp_path: Path) -> No
     assert result.exit_code == 0, told
     assert "lora.target_parameters: 'experts.up' matches nothing in the model" in told
     assert re.search(r"lora.r: 20 is too high; model.layers.0.mlp.\w+ can use \d+ at most", told)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_targets_that_match_nothing_are_told_of_once(tmp_path: Path, stages: int) -> None:
+    """Not those that PEFT translates, nor those of layers on the other stage."""
+    mixture("mixtral", vocab_size=260, eos_token_id=0, bos_token_id=None).save_pretrained(tmp_path / "base")
+    save_tokenizer(tmp_path / "base")
+    names = ["q_proj", "w1", "w2", "w3", "model.layers.1.self_attn.k_proj", "v_porj"]
+    data = data_of(tmp_path / "base", tmp_path, stages, lora={"r": 2, "target_modules": names})
+    data["adapters"], data["defaults"]["max_steps"] = data["adapters"][:1], 1
+    told = Watching()
+    assert mlora.train(resolve_config(data, folder=tmp_path), reporter=told).status == "finished"
+    name = data["adapters"][0]["name"]
+    assert [line for line in told.lines if "match" in line] == [
+        f"{name}: lora.target_modules: 'v_porj' matches nothing in the model; did you mean 'v_proj'?"
+    ]

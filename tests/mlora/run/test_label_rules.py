@@ -1,16 +1,24 @@
 """What a run reads from the lines of a training file about its labels."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig
 from mlora.config.sections import DatasetConfig
+from mlora.data.dataset import read_lines
+from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
 from mlora.errors import RunError
+from mlora.model.base_info import BaseInfo
 from mlora.tasks.classifiers import label_rules
+from mlora.tasks.task import TaskBuilder
 from peft import LoraConfig
 from tiny_run import write_jsonl
+
+from mlora_ext.adapters.trained_parts import labels_of
 
 REGRESSION, SINGLE, SEVERAL = ("regression", "single_label_classification", "multi_label_classification")
 
@@ -38,6 +46,7 @@ def rules_of(folder: Path, labels: list[Any], task: str = "SEQ_CLS", **keys: Any
         ([[0, 1], [0, 0, 1]], {"num_labels": 3}, LabelRules("SEQ_CLS", SEVERAL, 3)),
         ([[0, 1], [1, 0]], {"num_labels": 2}, LabelRules("SEQ_CLS", SEVERAL, 2, flags=True)),
         ([[0, 1], [1]], {"num_labels": 2}, LabelRules("SEQ_CLS", SEVERAL, 2)),
+        ([[], [0, 1]], {"num_labels": 2}, LabelRules("SEQ_CLS", SEVERAL, 2)),
         ([[1]], {"num_labels": 1, "problem_type": SEVERAL}, LabelRules("SEQ_CLS", SEVERAL, 1, flags=True)),
         ([[-100], ["O", -100, "B"]], {"task": "TOKEN_CLS"}, LabelRules("TOKEN_CLS", SINGLE, 2, ("B", "O"))),
         ([[0, -100]], {"task": "TOKEN_CLS", "num_labels": 2}, LabelRules("TOKEN_CLS", SINGLE, 2)),
@@ -66,3 +75,53 @@ def test_rules_follow_from_the_lines(
 def test_refused(tmp_path: Path, labels: list[Any], keys: dict[str, Any], message: str) -> None:
     with pytest.raises(RunError, match=message):
         rules_of(tmp_path, labels, **keys)
+
+
+@pytest.mark.parametrize(
+    ("labels", "keys"),
+    [
+        (["b", "a", "b"], {}),
+        ([[], ["b"], ["a", "c"]], {}),
+        ([[0, 1], [1, 0]], {"num_labels": 2}),
+        ([0, 2], {"num_labels": 3}),
+    ],
+)
+def test_a_file_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labels: list[Any], keys: dict[str, Any]
+) -> None:
+    """And only up to the line that tells all."""
+    read: list[int] = []
+
+    def counted(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, fields in read_lines(path):
+            read.append(number)
+            yield number, fields
+
+    monkeypatch.setattr("mlora.data.found_labels.read_lines", counted)
+    assert rules_of(tmp_path, labels, **keys) is not None
+    assert read == ([1] if labels == [0, 2] else list(range(1, len(labels) + 1)))
+
+
+def test_adapters_of_one_file_share_what_was_found(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+
+    def counted(path: Path, task: str) -> FoundLabels:
+        asked.append(path)
+        return find_labels(path, task)
+
+    monkeypatch.setattr("mlora.tasks.task.find_labels", counted)
+    path = write_jsonl(tmp_path / "mood.jsonl", [{"text": "a", "label": label} for label in ("x", "y", "x")])
+    lora = {"task_type": "SEQ_CLS", "target_modules": ["q_proj"]}
+    data = {
+        "base_model": str(tiny_base),
+        "output_dir": "run",
+        "datasets": [{"name": "mood", "path": str(path), "format": "classification"}],
+        "adapters": [{"name": name, "dataset": "mood", "lora": lora} for name in ("a", "b")],
+    }
+    config = resolve_config(data, folder=tmp_path)
+    builder = TaskBuilder(config, BaseInfo(config.base_model))
+    tasks = [builder.build(adapter) for adapter in config.adapters]
+    assert asked == [path]
+    assert [labels_of(task.lora)["label_names"] for task in tasks if task.lora] == [["x", "y"]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ from mlora.config.config_file import load_config, resolve_config
 from mlora.data.record import Sample
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
+from mlora.objectives import registry
 from mlora.objectives.custom import CustomLoss, LossError
+from mlora.objectives.objective import LossOfOwner, Objective
+from mlora.objectives.registry import register_objective
 from mlora.optim.optim_config import OptimConfig
 from mlora.run.run import resume
 from peft import LoraConfig
+from torch import Tensor
 
 from tests.mlora.limited_runs import Watching, interrupt
 from tests.mlora.tiny_run import lines, run_data, weights, write_run
@@ -59,7 +64,7 @@ def test_a_file_beside_the_yaml(tiny_base: Path, tmp_path: Path, monkeypatch: py
     assert mlora.train(config, reporter=told).status == "interrupted"
     before = (tmp_path / "beside.py").read_text()
     (tmp_path / "beside.py").write_text(before.replace("scale=1.0", "scale=2.0"))
-    with pytest.raises(RunError, match="first: its data, labels or loss changed since the checkpoint"):
+    with pytest.raises(RunError, match=r"first: objective\.name: .*beside\.py has changed or is gone since"):
         resume(tmp_path / "run")
     (tmp_path / "beside.py").write_text(before)
     assert resume(tmp_path / "run").status == "finished"
@@ -74,6 +79,8 @@ def test_a_file_beside_the_yaml(tiny_base: Path, tmp_path: Path, monkeypatch: py
             "nowhere:loss",
             "nowhere:loss: cannot be imported: No module named 'nowhere', and there is no {}",
         ),
+        ("losses.gone:loss", "No module named 'losses', and there is no {losses}/gone.py"),
+        ("losses.mine:loss", "'losses'; for {losses}/mine.py write losses/mine.py:loss"),
         ("broken:loss", "broken.py:loss: cannot be imported: SyntaxError: '(' was never closed"),
         ("lacking:los", "lacking.py:los: cannot be imported: it has no 'los'"),
         ("sub/gone.py:loss", "sub/gone.py:loss: cannot be imported: [Errno 2] No such file"),
@@ -85,6 +92,8 @@ def test_a_function_that_cannot_be_imported_is_one_line(
 ) -> None:
     (tmp_path / "broken.py").write_text("def loss(rows:\n")
     (tmp_path / "lacking.py").write_text("def loss(rows): ...\n")
+    (tmp_path / "losses").mkdir()
+    (tmp_path / "losses" / "mine.py").write_text("def loss(rows): ...\n")
     (tmp_path / "raising.py").write_text("torhc.nn\n")
     data = run_data(tiny_base, tmp_path)
     data["adapters"][0]["objective"] = name
@@ -92,7 +101,7 @@ def test_a_function_that_cannot_be_imported_is_one_line(
         resolve_config(data, folder=tmp_path)
     (line,) = str(error.value).splitlines()
     assert line.startswith("config: adapters[0].objective.name: ")
-    assert expected.format(tmp_path / "nowhere.py") in line
+    assert expected.format(tmp_path / "nowhere.py", losses=tmp_path / "losses") in line
 
 
 @pytest.mark.parametrize(
@@ -115,7 +124,8 @@ def test_one_that_fails_stops_its_own_adapter(
         result = mlora.train(config)
     assert result.status == "failed"
     stopped, second = result.adapters["first"], result.adapters["second"]
-    said = "objective: loss failed: NameError: name 'torhc' is not defined"
+    where = f"{tmp_path / own}.py:10"
+    said = f"objective: loss failed: NameError: name 'torhc' is not defined, in {where}"
     assert (stopped.state, stopped.message, stopped.step) == ("stopped", said, 1)
     assert second.state == "finished"
     together = [
@@ -123,6 +133,56 @@ def test_one_that_fails_stops_its_own_adapter(
         for name in ("good", "bad")
     ]
     assert together[0] == together[1]  # with loss and gradient of the batch in which it failed
+
+
+class OfShape(Objective):
+    def loss(self, log_p: Tensor, lengths: Sequence[int]) -> LossOfOwner:
+        return LossOfOwner(-log_p.sum().reshape(1))
+
+
+class Bare(Objective):
+    def loss(self, log_p: Tensor, lengths: Sequence[int]) -> Any:
+        return -log_p.sum()
+
+
+class OwnUnits(Objective):
+    def units(self, samples: Sequence[Any], trained: int) -> Any:
+        raise KeyError("weights")
+
+    def loss(self, log_p: Tensor, lengths: Sequence[int]) -> LossOfOwner:
+        return LossOfOwner(-log_p.double().sum())
+
+
+class HalfUnits(OwnUnits):
+    def units(self, samples: Sequence[Any], trained: int) -> Any:
+        return trained / 2
+
+
+OWN = {
+    OfShape: "OfShape failed: ValueError: expected a loss of shape [], a sum over units, got [1]",
+    Bare: "Bare failed: TypeError: expected LossOfOwner with a tensor of shape [], got Tensor",
+    OwnUnits: "OwnUnits failed: KeyError: 'weights'",
+    HalfUnits: "HalfUnits failed: TypeError: 'float' object cannot be interpreted as an integer",
+}
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_objectives_with_odd_results_stop_their_own_adapters(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int, evaluated: bool
+) -> None:
+    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
+    data = run_data(tiny_base, tmp_path, pipeline={"stages": stages})
+    first, second = data["adapters"]
+    first |= {} if evaluated else {"eval_dataset": None, "eval_steps": None}
+    for kind in OWN:
+        register_objective(kind.__name__, kind)
+    owns = [first | {"name": kind.__name__, "objective": kind.__name__} for kind in OWN]
+    result = mlora.train(resolve_config(data | {"adapters": [*owns, second]}, folder=tmp_path))
+    assert result.adapters["second"].state == "finished"
+    for kind, message in OWN.items():
+        found = result.adapters[kind.__name__]
+        assert (found.state, found.step, found.message) == ("stopped", 0, f"objective: {message}")
 
 
 def test_one_that_fails_in_its_first_evaluation(tiny_base: Path, tmp_path: Path) -> None:
@@ -144,8 +204,13 @@ def test_a_metric_that_is_not_a_number_is_left_out(tiny_base: Path, tmp_path: Pa
     )
     data = run_data(tiny_base, tmp_path)
     data["adapters"] = [data["adapters"][0] | {"objective": "odd:loss", "metric_for_best_model": "endless"}]
-    first = mlora.train(resolve_config(data, folder=tmp_path)).adapters["first"]
+    told = Watching()
+    first = mlora.train(resolve_config(data, folder=tmp_path), reporter=told).adapters["first"]
     assert (first.state, first.best) == ("finished", None)
+    assert [line for line in told.lines if "metric_for_best_model" in line] == [
+        "first: metric_for_best_model: eval_endless is inf at step 3; an evaluation without a finite value "
+        "is never the best"
+    ]
     assert first.eval_metrics["odd"] == {"before": None, "after": None}
     records = lines(tmp_path / "run")
     assert [record["step"] for record in records] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
@@ -153,6 +218,7 @@ def test_a_metric_that_is_not_a_number_is_left_out(tiny_base: Path, tmp_path: Pa
 
 
 def test_an_engine_raises_and_the_others_keep_their_gradients(tiny_base: Path) -> None:
+    """The bits of a batch of the same rows in which nothing failed."""
     fails = [False]
 
     def loss(rows: Any) -> Any:
@@ -160,26 +226,26 @@ def test_an_engine_raises_and_the_others_keep_their_gradients(tiny_base: Path) -
             raise KeyError("beta")
         return -rows.sums()
 
-    def engine(both: bool) -> Engine:
+    def engine() -> Engine:
         made = Engine(str(tiny_base))
-        for place, name in enumerate(("good", "own") if both else ("good",)):
+        for place, name in enumerate(("good", "own")):
             more = {"objective": CustomLoss(loss)} if name == "own" else {}
             lora = LoraConfig(r=2, target_modules=["q_proj"])
             made.create_adapter(name, lora, OptimConfig(lr_scheduler_type="constant"), seed=place, **more)
         return made
 
     sample = Sample((5, 6, 7, 8), (5, 6, 7, 8))
-    with engine(True) as together, engine(False) as alone:
+    batch = {"good": [sample], "own": [sample]}
+    with engine() as failing, engine() as whole:
+        whole.forward_backward(batch)
         fails[0] = True
-        for verb in (together.forward_backward, together.evaluate):
+        for verb in (failing.forward_backward, failing.evaluate):
             with pytest.raises(LossError, match=r"adapter 'own': objective: loss failed: KeyError: 'beta'"):
-                verb({"good": [sample], "own": [sample]})
-        alone.forward_backward({"good": [sample]})
-        assert together.optim_step("good").grad_norm == alone.optim_step("good").grad_norm > 0
+                verb(batch)
+        assert failing.optim_step("good").grad_norm == whole.optim_step("good").grad_norm > 0
         fails[0] = False
-        found = together.forward_backward({"good": [sample], "own": [sample]})
-        assert found["own"].finite
-        assert together.optim_step("own").grad_norm > 0
+        assert failing.forward_backward(batch)["own"].finite
+        assert failing.optim_step("own").grad_norm > 0
 
 
 def test_a_loss_that_its_backward_refuses_names_it(tiny_base: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from mlora.run.run import train
 from mlora.tasks.result import AdapterResult, RunResult
 from mlora.tasks.task import Progress, Task, TaskBuilder
 from rich.console import Console
-from tiny_run import run_data
+from tiny_run import run_data, write_jsonl
 
 
 def test_live_table_has_a_row_for_each_adapter(tiny_base: Path, tmp_path: Path) -> None:
@@ -73,6 +73,44 @@ def test_who_waits_is_shown(tiny_base: Path, tmp_path: Path) -> None:
     assert re.search(r"first +running ", last)
     assert re.search(r"second +waiting ", last)
     assert "2 adapters: 1 running, 1 waiting; 0 of 15 steps" in last
+
+
+def test_labels_are_told_at_the_start(tiny_base: Path, tmp_path: Path) -> None:
+    """Their number and their names, shortened; of a regression, how many numbers."""
+    lines = {
+        "mood": ["good", "bad", "a name of a label that is too long", "a", "b", "c", "two\nlines"],
+        "length": [0.5, 1],
+        "place": [0, 2],
+    }
+    counts = {"length": {"num_labels": 1}, "place": {"num_labels": 3}}
+    data = run_data(tiny_base, tmp_path)
+    lora = {"task_type": "SEQ_CLS", "target_modules": ["q_proj"]}
+    for name, labels in lines.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"input_ids": [5, 6], "label": label} for label in labels])
+        data["datasets"].append({"name": name, "path": f"{name}.jsonl", "format": "classification"})
+        data["adapters"].append({"name": name, "dataset": name, "lora": lora, **counts.get(name, {})})
+    config = resolve_config(data, folder=tmp_path)
+    builder = TaskBuilder(config, BaseInfo(config.base_model, config.base_folder))
+    tasks = [builder.build(adapter) for adapter in config.adapters[1:]]
+    names = "7 labels (a, a name of a label that …, b, bad, c, good and 1 more)"
+    out, drawn = io.StringIO(), io.StringIO()
+    PlainLines(out).start(tasks)
+    assert out.getvalue().splitlines() == [
+        "second: 7 samples, 9 steps",
+        f"mood: 7 samples, 6 steps, {names}",
+        "length: 2 samples, 6 steps, a number",
+        "place: 2 samples, 6 steps, 3 labels",
+    ]
+    table = LiveTable(Console(file=drawn, force_terminal=True, width=100, highlight=False))
+    table.start(tasks)
+    table.joined(tasks[1], tasks)
+    table.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.getvalue())
+    assert [text.count(line) for line in (f"mood: {names}", "length: a number", "place: 3 labels")] == [
+        2,
+        1,
+        1,
+    ]
 
 
 PREFIXES = ("", "customer-7-english-sentiment-")

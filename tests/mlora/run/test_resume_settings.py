@@ -14,7 +14,7 @@ from mlora.run.resumed_config import resumed_config
 from mlora.run.run import resume
 
 from tests.mlora.command_line import invoke, only_line
-from tests.mlora.limited_runs import Watching, interrupt
+from tests.mlora.limited_runs import Watching, ask, interrupt
 from tests.mlora.tiny_run import lines, run_data, weights
 
 
@@ -73,6 +73,47 @@ def test_other_settings_are_one_line(trained: Path, setting: str, expected: str)
     before = (trained / "config.yaml").read_bytes()
     assert expected in only_line(invoke("resume", trained, "--set", setting))
     assert (trained / "config.yaml").read_bytes() == before
+
+
+def test_options_that_are_called_as_free_keys_are_not_free(tiny_base: Path, tmp_path: Path) -> None:
+    """What may change is told by the whole path."""
+    (tmp_path / "named.py").write_text(
+        "def loss(rows, priority=1.0, scheduler=None):\n    return -priority * rows.sums()\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0]["objective"] = {"name": "named:loss", "priority": 1.0}
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.write_config(resolve_config(data, folder=tmp_path))
+    for key, value in (("priority", 5.0), ("scheduler", "{a: 1}")):
+        with pytest.raises(RunError) as error:
+            resumed_config(folder, [f"adapters.first.objective.{key}={value}"])
+        line = str(error.value)
+        assert line.startswith(
+            f"--set: adapters[0].objective.{key} cannot change once a run has begun, only "
+        )
+        for free in ("adapters.NAME.priority, adapters.NAME.save_steps", " device,", " pipeline,"):
+            assert free in line
+        assert "sweep" not in line
+    assert resumed_config(folder, ["adapters.first.priority=5"]).adapters[0].priority == 5
+
+
+def test_a_run_with_paused_tasks_only_says_so(tiny_base: Path, tmp_path: Path) -> None:
+    data, run = run_data(tiny_base, tmp_path), tmp_path / "run"
+    data["adapters"] = data["adapters"][:1]
+    told = Watching({("first", 2): lambda: ask(run, "pause", "first")})
+    assert mlora.train(resolve_config(data, folder=tmp_path), reporter=told).status == "paused"
+    line = only_line(invoke("resume", run, "--set", "save_total_limit=9"))
+    assert line == (
+        f"error: {run}: only paused tasks remain, so nothing goes on with --set; first "
+        f"`mlora unpause {run} first`"
+    )
+    done = invoke("resume", run)
+    assert "the run had ended" not in done.stdout
+    assert "only paused tasks remain; continue with `mlora unpause" in done.stdout
+    ask(run, "unpause", "first")
+    assert resume(run, settings=["save_total_limit=9"]).status == "finished"
+    assert RunFolder(run).read_config().save_total_limit == 9
 
 
 def test_a_run_that_has_ended_takes_none(trained: Path) -> None:

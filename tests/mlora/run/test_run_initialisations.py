@@ -188,3 +188,15 @@ def test_loftq_needs_a_quantised_base(tiny_base: Path, tmp_path: Path) -> None:
             with pytest.raises(ValueError, match=r"^adapter 'a': .* none of the adapter's layers is"):
                 engine.create_adapter("a", config, OptimConfig(total_steps=9), start_weights=tiny_base)
             assert engine.adapters == []
+
+
+def test_batches_that_nothing_would_look_at_are_refused(tmp_path: Path) -> None:
+    given, optim = [samples(1, 9, seed=1)], OptimConfig(total_steps=9)
+    plain = LoraConfig(r=2, target_modules=["q_proj"])
+    with Engine(make("llama")) as engine:
+        engine.create_adapter("a", plain, optim)
+        engine.save("a", tmp_path / "a")
+        for lora, folder in ((plain, None), (None, tmp_path / "a"), (config_of("eva"), tmp_path / "a")):
+            with pytest.raises(ValueError, match="adapter 'b': start_batches: needs lora with an init_lora"):
+                engine.create_adapter("b", lora, optim, init_from=folder, start_batches=given)
+        assert engine.adapters == ["a"]

@@ -55,6 +55,8 @@ LORAS = {
     "many": lora(task_type="SEQ_CLS", num_labels=5, problem_type="multi_label_classification"),
     "answer": lora(task_type="QUESTION_ANS", target_modules="all-linear"),
     "plain": lora(),
+    "low-rank head": lora(target_modules=["q_proj", "lm_head"]),
+    "tied head": lora(modules_to_save=["lm_head"], ensure_weight_tying=True),
 }
 Steps = Sequence[Sequence[Sample]]
 
@@ -154,7 +156,8 @@ def peft_loss(model: nn.Module, config: LoraConfig, batch: Sequence[Sample]) -> 
 
 
 NIGHT = pytest.mark.nightly
-NAMES = [name for name in LORAS if name != "rows"]
+EVERY = [name for name in LORAS if name not in ("low-rank head", "tied head")]  # not beside the others
+NAMES = [name for name in EVERY if name != "rows"]
 
 
 @pytest.mark.parametrize(
@@ -162,12 +165,17 @@ NAMES = [name for name in LORAS if name != "rows"]
     [
         (["head", "embed", "seq", "rows"], 4, 1, False),
         (["norm", "rows", "tok"], 4, 1, True),
+        (["head", "tied head", "seq", "plain"], 4, 1, True),
         (["head", "rows", "seq", "plain"], 4, 2, False),
+        (["rows", "plain", "tok"], 4, 2, True),
+        (["head", "embed", "plain"], 4, 2, True),
+        (["low-rank head", "plain"], 4, 2, True),
         (["answer", "many", "number"], 4, 1, False),
         (["answer", "numbers", "head", "plain"], 4, 2, False),
-        pytest.param([*LORAS], 25, 1, False, marks=NIGHT),
-        pytest.param([*LORAS], 25, 2, False, marks=NIGHT),
-        pytest.param([name for name in LORAS if name != "head"], 25, 1, True, marks=NIGHT),
+        pytest.param(EVERY, 25, 1, False, marks=NIGHT),
+        pytest.param(EVERY, 25, 2, False, marks=NIGHT),
+        pytest.param([name for name in EVERY if name != "head"], 25, 1, True, marks=NIGHT),
+        pytest.param([name for name in EVERY if name != "head"], 25, 2, True, marks=NIGHT),
         pytest.param(NAMES, 25, 2, True, marks=NIGHT),
     ],
 )
@@ -362,21 +370,36 @@ def test_refused_in_one_line(tiny_base: Path, tmp_path: Path, changed: Any, mess
     assert sorted(one.state for one in result.adapters.values()) == ["finished", "finished", "refused"]
 
 
-def test_tied_rows_are_not_cut_apart() -> None:
-    engine = Engine(tied(make("llama")), stages=2)
-    with pytest.raises(ValueError, match=r"lm_head is tied to model\.embed_tokens, and they are on"):
-        engine.create_adapter("rows", copy.deepcopy(LORAS["rows"]), optim(1))
+def test_tied_copies_need_one_stage_and_count_once() -> None:
+    base = tied(make("llama"))
+    engine = Engine(copy.deepcopy(base), stages=2)
+    with pytest.raises(ValueError, match=r"ensure_weight_tying: lm_head is tied to model\.embed_tokens, and"):
+        engine.create_adapter("tied head", copy.deepcopy(LORAS["tied head"]), optim(1))
     engine.create_adapter("plain", copy.deepcopy(LORAS["plain"]), optim(1))
     engine.close()
+    options = StageOptions(torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match=r"^ensure_weight_tying: lm_head is tied to"):
+        DryStage(base, options, spans_of(2, base.config.num_hidden_layers)[0]).states(
+            LORAS["tied head"], optim(1)
+        )
+    whole = DryStage(base, options)
+    own, plain = (whole.states(LORAS[name], optim(1)).gradients for name in ("tied head", "plain"))
+    assert own - plain == base.lm_head.weight.nbytes
+    engine = Engine(base)
+    engine.create_adapter("tied head", copy.deepcopy(LORAS["tied head"]), optim(1))
+    batch = drawn("tied head", 1)[0]
+    future = engine.start({"tied head": batch}, measure=True)
+    engine.finish(future)
+    (dry,) = whole.activations({"tied head": LORAS["tied head"]}, [{"tied head": [s.rows for s in batch]}])
+    assert dry == pytest.approx(future.measured[0].phases[0], rel=0.1)
 
 
 @pytest.mark.parametrize("names", [("seq", "low-rank head"), ("low-rank head", "seq")])
 def test_classifiers_are_not_mixed_with_low_rank_parts_on_the_head(names: tuple[str, str]) -> None:
     engine = Engine(make("llama"))
-    loras = {**LORAS, "low-rank head": lora(target_modules=["lm_head"])}
-    engine.create_adapter(names[0], copy.deepcopy(loras[names[0]]), optim(1))
+    engine.create_adapter(names[0], copy.deepcopy(LORAS[names[0]]), optim(1))
     with pytest.raises(ValueError, match=r"classifiers \(task_type\) cannot be trained beside"):
-        engine.create_adapter(names[1], copy.deepcopy(loras[names[1]]), optim(1))
+        engine.create_adapter(names[1], copy.deepcopy(LORAS[names[1]]), optim(1))
     engine.create_adapter("plain", copy.deepcopy(LORAS["plain"]), optim(1))
     engine.close()
 

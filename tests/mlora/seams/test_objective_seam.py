@@ -92,6 +92,8 @@ def test_gradients_are_those_of_autograd(head: bool) -> None:
 def test_a_name_is_one_objectives(tiny_base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="objective: the name 'cross_entropy' is taken"):
         register_objective("cross_entropy", Focal)
+    with pytest.raises(ValueError, match="the name 'regression' is taken"):  # of a head of labels
+        register_objective("regression", Focal)
     message = r"objective: must be one of cross_entropy, .*, focal or module:function, got 'best'"
     with pytest.raises(ValueError, match=message):
         objective_of("best")

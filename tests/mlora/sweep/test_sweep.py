@@ -13,13 +13,13 @@ import torch
 import yaml
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory
 from mlora.cli.run_status import read_status
-from mlora.config.config_file import resolve_config
+from mlora.config.config_file import load_config, resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
 from mlora.run.run import resume, train
 from stage_runs import by_adapter, tensors
 from sweep_runs import Crowd, sweep, table
-from tiny_run import write_jsonl
+from tiny_run import write_jsonl, write_run
 
 from tests.tolerances import STEADY_EPSILON, assert_same_up_to_rounding
 
@@ -110,6 +110,48 @@ def test_exact_match_is_what_trials_are_ranked_by(data: dict[str, Any], tmp_path
     assert (rows[3]["state"], rows[3]["eval_exact_match"]) == ("cancelled", "")
 
 
+@pytest.mark.parametrize(
+    ("metric", "greater"), [("rewards/margins", None), ("eval_logps/chosen", False), ("eval_loss", None)]
+)
+def test_metrics_of_an_objective_rank_trials(
+    data: dict[str, Any], tmp_path: Path, metric: str, greater: bool | None
+) -> None:
+    pairs = [{"prompt": f"{n} ", "chosen": "ab"[n % 2], "rejected": "cd"[n % 2]} for n in range(8)]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    data["datasets"].append({"name": "pairs", "path": "pairs.jsonl", "format": "preference"})
+    data["sweep"] |= {"trials": 3, "metric": metric, "sampler": "random", "greater_is_better": greater}
+    data["sweep"]["adapter"] |= {"dataset": "pairs", "eval_dataset": "pairs", "objective": "dpo"}
+    data["sweep"]["search"] = {"objective": {"beta": {"low": 0.1, "high": 5.0}}}
+    data["defaults"] |= {"max_steps": 2}
+    result = sweep(data, tmp_path, reporter=(told := Watching()))
+    assert any("objectives cannot be compared" in line for line in told.lines) is (metric == "eval_loss")
+    rows, key = table(tmp_path / "run"), f"eval_{metric.removeprefix('eval_')}"
+    values = [float(row[key]) for row in rows]
+    assert len(set(values)) == 3
+    assert values == sorted(values, reverse=metric == "rewards/margins")
+    for row in rows:
+        found = result.adapters[row["trial"]]
+        pairs_of = found.eval_metrics | {"loss": found.eval_loss}
+        assert pairs_of[key.removeprefix("eval_")]["after"] == float(row[key])
+    newest = torch.load(list_checkpoints(tmp_path / "run" / "checkpoints")[-1], weights_only=True)
+    trials = newest["decisions"]["sweep"]["trials"]
+    assert {trial["value"] for trial in trials if trial["value"] is not None} <= set(values)
+    best = tmp_path / "run" / "adapters" / rows[0]["trial"] / "adapter_model.safetensors"
+    assert (tmp_path / "run" / "best" / best.name).read_bytes() == best.read_bytes()
+
+
+def test_a_metric_that_an_own_loss_lacks_stops_its_trials(data: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "without.py").write_text("def loss(rows):\n    return -rows.sums(), {'one': rows.sums()}\n")
+    data["sweep"] |= {"trials": 2, "metric": "two"}
+    data["sweep"]["adapter"]["objective"] = "without:loss"
+    result = sweep(data, tmp_path)
+    assert result.status == "failed"
+    message = "sweep.metric: eval_two is not measured; metrics: eval_loss, eval_one"
+    assert [(adapter.state, adapter.message) for adapter in result.adapters.values()] == [
+        ("stopped", message)
+    ] * 2
+
+
 def test_trials_are_ranked_by_the_weights_that_they_leave(data: dict[str, Any], tmp_path: Path) -> None:
     """Those of their best evaluations; `best` holds those of the best trial's."""
     data["sweep"] |= {"sampler": "grid", "trials": None}
@@ -129,6 +171,35 @@ def test_trials_are_ranked_by_the_weights_that_they_leave(data: dict[str, Any], 
     assert sorted(trial["value"] for trial in trials) == sorted(lowest.values())
     best = run / "adapters" / rows[0]["trial"] / "adapter_model.safetensors"
     assert (run / "best" / best.name).read_bytes() == best.read_bytes()
+
+
+@pytest.mark.parametrize("form", ["name", "choice of objectives", "choice of names"])
+def test_a_loss_of_ones_own_beside_the_yaml(
+    data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Found from another folder, by a resume, too; the resolved config holds absolute paths."""
+    text = "def loss(rows, scale=1.0):\n    return -scale * rows.sums()\n"
+    for name in ("sweep_a", "sweep_b"):
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    own, search = data["sweep"]["adapter"], {"scale": {"choice": [0.5, 2.0]}}
+    if form == "name":
+        own["objective"] = "sweep_a:loss"
+    elif form == "choice of names":
+        search["name"] = {"choice": ["sweep_a:loss", "sweep_b:loss"]}
+    else:
+        search = {"choice": ["sweep_a:loss", {"name": "sweep_b:loss", "scale": 2.0}]}
+    data["sweep"] |= {"trials": 2, "sampler": "random", "search": {"objective": search}}
+    config = load_config(write_run(tmp_path, data | {"defaults": {"max_steps": 1}}))
+    assert config.sweep is not None
+    text = str([config.sweep.adapter, config.sweep.search])
+    assert text.count("sweep_a:") == text.count("sweep_b:") == 0
+    assert f"{tmp_path / 'sweep_a.py'}:loss" in text
+    if form == "name":  # the others differ in what is read only
+        assert train(config).status == "finished"
+        assert resume(tmp_path / "run", settings=["sweep.trials=3"]).status == "finished"
+        assert {row["state"] for row in table(tmp_path / "run")} == {"finished"}
 
 
 def test_trials_that_cannot_train_do_not_end_the_sweep(data: dict[str, Any], tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""Entries of `target_modules` that match nothing beside others that do are warned of, and no others are."""
+
+import warnings
+from typing import Any
+
+import pytest
+from models import llama
+from peft import LoraConfig
+from torch import nn
+
+import mlora_ext as mx
+from tests.mixtures import mixture
+
+
+def told(model: nn.Module, **fields: Any) -> list[str]:
+    """The warnings of a conversion."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mx.convert_model(model, {"a": LoraConfig(r=2, **fields)})
+    return [str(one.message) for one in caught if "target_modules" in str(one.message)]
+
+
+def test_an_entry_that_matches_nothing() -> None:
+    nothing = "adapter 'a': target_modules: {!r} matches nothing in the model; "
+    assert told(llama(), target_modules=["q_proj", "self_attn.v_porj", "xyz"]) == [
+        nothing.format("self_attn.v_porj") + "did you mean 'v_proj'?",
+        nothing.format("xyz")
+        + "linear layers: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head",
+    ]
+    model = mx.convert_model(llama(), {})
+    with pytest.warns(UserWarning, match="adapter 'b': target_modules: 'k_porj' matches nothing") as caught:
+        mx.add_adapter(model, "b", LoraConfig(r=2, target_modules=["q_proj", "k_porj"]))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["q_proj", "model.layers.1.mlp.up_proj"]},
+        {"target_modules": r".*(q|xyz)_proj"},
+        {"target_modules": "all-linear"},
+        {},
+        {"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["k_proj"]},
+    ],
+    ids=str,
+)
+def test_those_that_match_or_are_patterns(fields: dict[str, Any]) -> None:
+    assert told(llama(), **fields) == []
+
+
+def test_names_that_peft_translates() -> None:
+    """Mixtral's experts have been one parameter since Transformers 5; PEFT knows their old names."""
+    assert told(mixture("mixtral"), target_modules=["q_proj", "w1", "w2", "w3", "w4"])[0].startswith(
+        "adapter 'a': target_modules: 'w4' matches nothing in the model"
+    )
+    assert told(mixture("mixtral"), target_modules=["q_proj", "w1", "w3"]) == []
