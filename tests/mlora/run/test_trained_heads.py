@@ -405,14 +405,15 @@ def test_classifiers_are_not_mixed_with_low_rank_parts_on_the_head(names: tuple[
 
 
 @pytest.mark.filterwarnings("ignore:.*leaves the bias of lm_head out")
-def test_rows_of_a_head_with_a_bias_are_as_in_pefts_merged_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_rows_of_a_head_with_a_bias_are_as_in_pefts_merged_model(stages: int, tmp_path: Path) -> None:
     base = make("llama")
     base.lm_head.bias = nn.Parameter(torch.randn(base.config.vocab_size))
     base, data = tied(base), drawn("rows", 2)
-    losses = trained(base, ["rows", "plain"], 2, tmp_path)["rows"]
+    losses = trained(base, ["rows", "plain"], 2, tmp_path, stages=stages)["rows"]
     for steps, loss in enumerate(losses):
         if steps:
-            trained(base, ["rows", "plain"], steps, tmp_path)
+            trained(base, ["rows", "plain"], steps, tmp_path, stages=stages)
         theirs = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / f"rows-{min(steps, 1)}"))
         expected = peft_loss(theirs.merge_and_unload(), LORAS["rows"], data[steps])
         assert loss == pytest.approx(expected.item(), abs=1e-5)
