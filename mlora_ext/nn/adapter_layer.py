@@ -162,13 +162,22 @@ class AdapterLayer(nn.Module):
         names = adapter_kind(self.specs[name].kind).parameter_names
         return {part: self._modules[part].parameter_of(name) for part in names}  # type: ignore[union-attr, operator]
 
+    @classmethod
+    def buffer_shapes(cls, module: nn.Module) -> dict[str, TensorSpec]:
+        """Returns what an adapter would have on a module beside Parameters, such as running statistics."""
+        return {}
+
+    def tensors_of(self, name: str) -> dict[str, Tensor]:
+        """Returns what is saved of an adapter in this layer, by name: its Parameters and buffers."""
+        return dict(self.parameters_of(name))
+
     def state_key(self, name: str, part: str) -> str:
         """Returns a Parameter's key in this layer's state dict."""
         return f"{part}.{name}.weight"
 
     @classmethod
     def peft_keys(cls, module: nn.Module, spec: LayerSpec) -> dict[str, str]:
-        """Returns, by Parameter name, the part of its key in PEFT's files that follows the layer's name."""
+        """Returns, by name of Parameter or buffer, the part of its PEFT key that follows the layer's name."""
         kind = adapter_kind(spec.kind)
         return {part: kind.peft_key(part) for part in kind.parameter_names}
 

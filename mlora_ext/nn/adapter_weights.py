@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,6 +55,15 @@ def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
         f"{key}.{layer.state_key(name, part)}": parameter
         for key, layer in adapter_layers(model, name).items()
         for part, parameter in layer.parameters_of(name).items()
+    }
+
+
+def saved_tensors(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """Returns what is saved of an adapter, as `adapter_parameters` does, with the buffers of its copies."""
+    return {
+        f"{key}.{layer.state_key(name, part)}": tensor
+        for key, layer in adapter_layers(model, name).items()
+        for part, tensor in layer.tensors_of(name).items()
     }
 
 
@@ -116,8 +126,8 @@ def write_weights(model: nn.Module, name: str, layers: LayerWeights) -> None:
     check_weights(model, name, {key: layer.specs[name] for key, layer in mine.items()}, layers)
     with torch.no_grad():
         for key, tensors in layers.items():
-            for part, parameter in mine[key].parameters_of(name).items():
-                parameter.copy_(tensors[part])
+            for part, tensor in mine[key].tensors_of(name).items():
+                tensor.copy_(tensors[part])
     router_of(model).adapters[name].awaits_start = False
 
 
@@ -135,7 +145,8 @@ def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], l
                 f"adapter {name!r}: layer {key} is missing in {side}; use an adapter of this base model"
             )
         module = model.get_submodule(key)
-        expected = layer_kind(module, specs[key].kind).shapes(module, specs[key])
+        kind = layer_kind(module, specs[key].kind)
+        expected: dict[str, Any] = {**kind.shapes(module, specs[key]), **kind.buffer_shapes(module)}
         if expected.keys() != layers[key].keys():
             raise ValueError(
                 f"adapter {name!r}: layer {key}: expected {', '.join(expected)}, got {', '.join(layers[key])}"

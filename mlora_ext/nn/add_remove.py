@@ -18,6 +18,7 @@ from ..frozen.quantized.families import is_quantized
 from ..ops.functional import scaling_dtype
 from .adapter_layer import AdapterLayer, LayerPlace
 from .adapter_weights import adapter_layers
+from .batch_statistics import asked_mode
 from .conflicts import refuse_conflicts
 from .fused_projections import FusedProjections
 from .idle_targets import warn_of_idle_targets
@@ -226,7 +227,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
 def _replace(model: nn.Module, wanted: type[AdapterLayer], place: LayerPlace) -> AdapterLayer:
     module = plain_module(model.get_submodule(place.name))
     layer = wanted.of(module, place)
-    layer.train(module.training)
+    layer.train(asked_mode(module))
     parent, _, child = place.name.rpartition(".")
     setattr(model.get_submodule(parent), child, layer)
     return layer

@@ -11,15 +11,33 @@ class StaysInEvaluation:
     """Replaces a module's `train` and keeps the module in evaluation mode, from now on.
 
     An object on the instance, not a method, so that it is copied and pickled with its module.
+
+    Attributes:
+        asked: the mode that was asked for last; copies that adapters train have it.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.module, self.asked = module, module.training
         module.eval()
 
     def __call__(self, mode: bool = True) -> nn.Module:
         """Returns the module unchanged: the base is frozen, and its statistics are part of it."""
+        self.asked = mode
         return self.module
+
+
+def asked_mode(module: nn.Module) -> bool:
+    """Returns the mode that was asked of a module last; it may stay in evaluation mode."""
+    stays = module.__dict__.get("train")
+    return stays.asked if isinstance(stays, StaysInEvaluation) else module.training
+
+
+def follow_mode(copied: nn.Module) -> None:
+    """Lets the batch normalisations in a copy of a base's module train again."""
+    for part in copied.modules():
+        mode = asked_mode(part)
+        if part.__dict__.pop("train", None) is not None:
+            part.train(mode)
 
 
 def refuse_batch_statistics(model: nn.Module) -> None:

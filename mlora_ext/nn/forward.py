@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .active_adapters import refuse_bypassed_head
-from .routing import locate
+from .routing import locate, selected_rows
 from .routing.locate import contents_of, rows_per_sample
 from .routing.route import Route
 from .routing.router import router_of
@@ -27,6 +27,7 @@ def install(model: nn.Module) -> None:
         if any(True for _ in part.children()):  # skips layers, which may become targets
             part.register_forward_pre_hook(_refuse_names, with_kwargs=True)
     locate.install(model)
+    selected_rows.install(model)
     if callable(getattr(model, "generate", None)):
         model.__dict__["generate"] = Generate(model)
 

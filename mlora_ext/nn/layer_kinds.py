@@ -12,6 +12,7 @@ from .over_module import OverModule
 from .parameters.experts import MultiLoRAExperts
 from .parameters.matrix import MultiLoRAMatrix
 from .row_head import TrainedRowsLinear
+from .sample_copies import SampleCopies
 from .task_heads import TaskHeads
 from .trained_copies import TrainedCopies
 
@@ -21,6 +22,7 @@ LAYER_KINDS: tuple[type[AdapterLayer], ...] = (
     MultiLoRAEmbedding,
     TrainedRowsLinear,
     TrainedCopies,
+    SampleCopies,
     TaskHeads,
     MultiLoRAMatrix,
 )

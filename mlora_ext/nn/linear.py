@@ -70,8 +70,9 @@ class MultiLoRALinear(AdapterLayer):
         self.register_buffer("layer", torch.tensor(index, device=weight.device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self.layer
         super()._apply(fn, recurse)
-        if not self.layer.is_meta:
+        if self.layer is not before and not self.layer.is_meta:
             # `to_empty` has left it undefined, and no state dict restores it.
             self.layer.fill_(self.index)
         return self

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -17,7 +19,9 @@ from .adapter_layer import AdapterLayer, LayerPlace
 from .outside_reads import ReadFromOutside, outside_read
 from .routing.route import LayerGroup, RouteTensors
 from .routing.router import Router
+from .routing.row_groups import by_adapter, row_groups
 from .routing.samples import SampleDim
+from .routing.trial_passes import Observer
 
 
 class ModuleWeight(PlainWeight):
@@ -28,6 +32,15 @@ class ModuleWeight(PlainWeight):
 
     def dense(self) -> Tensor:
         return next(self._module.parameters())
+
+
+@dataclass(eq=False)
+class _Read:
+    """A read of a layer's parameter, for the router."""
+
+    name: str
+    group: LayerGroup
+    training: bool
 
 
 class OverModule(AdapterLayer):
@@ -66,7 +79,8 @@ class OverModule(AdapterLayer):
         """Returns an attribute of the base's module that this layer does not have.
 
         Inside a forward pass, parameters and parts of the base are those that the active adapter trains, as
-        in PEFT. Raises ValueError if adapters of a mixed batch have different ones.
+        in PEFT. If adapters of a mixed batch have different ones, a matrix gives products only
+        (`ReadFromOutside`), and ValueError is raised for a part.
         """
         base = self.__dict__.get("base")
         try:
@@ -79,7 +93,9 @@ class OverModule(AdapterLayer):
         return self._read_from_outside(name, found) if own and found is not None else found
 
     def _read_from_outside(self, name: str, found: Any) -> Any:
-        route = None if self.router.observer is not None else self.router.route_of_reads(self)
+        if self.router.observer is not None:
+            return self._observed_read(name, found)
+        route = self.router.route_of_reads(self)
         if route is None:
             return found
         owners = [o for o in route.names if o in self.specs and self.specs[o].kind in TRAINED_PARTS]
@@ -89,7 +105,34 @@ class OverModule(AdapterLayer):
             return self.own_part(owners[0], name)
         if isinstance(found, nn.Module):
             raise outside_read(self.name)
-        return ReadFromOutside.of(found, self.name)
+        return ReadFromOutside.of(found, self.name, partial(self._outside_product, name), True)
+
+    def _observed_read(self, name: str, found: Any) -> Any:
+        """Returns a matrix whose products a trial pass sees, so that it is known whose rows they are of."""
+        observer, trained = (
+            self.router.observer,
+            {spec.kind for spec in self.specs.values()} & {*TRAINED_PARTS},
+        )
+        if not trained or not isinstance(observer, Observer) or not isinstance(found, Tensor):
+            return found
+
+        def product(x: Tensor) -> Tensor:
+            return observer.see(f"{self.name}.{name}", x, x @ found.t())
+
+        return ReadFromOutside.of(found, self.name, product, False) if found.dim() == 2 else found
+
+    def _outside_product(self, name: str, x: Tensor) -> Tensor:
+        """Returns x times the transpose of a matrix of the base, of which adapters have their own."""
+        read = _Read(f"{self.name}.{name}", self.group, self.training)
+        active, place, batch = self.router.tensors_for(read, x)
+        trained = [owner for owner in active.names if self.specs[owner].kind in TRAINED_PARTS]
+        own = {active.names.index(owner): self.own_part(owner, name) for owner in trained}
+        base, lead = getattr(self.base, name), x.shape[:-1]
+
+        def compute(owner: int, rows: Sequence[Tensor]) -> Tensor:
+            return rows[0] @ own.get(owner, base).t()
+
+        return by_adapter(row_groups(active, place, batch, lead), [x], lead, compute)
 
     def own_part(self, adapter: str, name: str) -> Any:
         """Returns what an adapter has in place of a parameter or part of the base."""

@@ -5,11 +5,15 @@ Letters: T rows of x, D = d_in, V = d_out, n trained rows.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from ..adapters.kind import LayerSpec, ParameterSpec
 from ..adapters.trained_parts import TRAINED_ROWS
@@ -20,10 +24,10 @@ from .trained_rows import start_rows
 
 
 class TrainedRowsLinear(RowSource, OverModule):
-    """`y = x W_iᵀ` for the rows of adapter i, where `W_i` is W with the adapter's own rows for its tokens.
+    """`y = x W_iᵀ + b` for the rows of adapter i, where `W_i` is W with the adapter's own rows of its tokens.
 
     The rows are the layer's own, or those of the embedding that it is tied to, as in PEFT's
-    `TrainableTokensLayer`.
+    `TrainableTokensLayer`. The bias is the base's. PEFT leaves it out until it merges: see `peft_drops_bias`.
     """
 
     served = (TRAINED_ROWS,)
@@ -31,7 +35,7 @@ class TrainedRowsLinear(RowSource, OverModule):
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
         plain = plain_module(module)
-        return is_plain_linear(plain) and not is_transposed(plain) and plain.bias is None
+        return is_plain_linear(plain) and not is_transposed(plain)
 
     @classmethod
     def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:
@@ -39,6 +43,15 @@ class TrainedRowsLinear(RowSource, OverModule):
             return {}
         weight: Any = plain_module(module).weight
         return {"trainable_tokens_delta": ParameterSpec(len(spec.tokens), weight.shape[1])}  # type: ignore[union-attr, misc]
+
+    def put(self, name: str, config: Any, spec: LayerSpec, seed: int) -> None:
+        super().put(name, config, spec, seed)
+        if _has_numbers(self.base.bias) and peft_drops_bias():
+            warnings.warn(
+                f"adapter {name!r}: PEFT's unmerged forward of its folder leaves the bias of {self.name} out "
+                "(huggingface/peft issue 3649); here, and merged in PEFT, the bias is kept",
+                stacklevel=_callers_level(),
+            )
 
     def initialise(self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int) -> None:
         start_rows(own, self.base, spec)
@@ -77,6 +90,35 @@ class TrainedRowsLinear(RowSource, OverModule):
 
     def with_rows(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """Returns the output of one adapter's rows, `y` with its own columns."""
-        columns = x @ self.trained_rows(name).to(x.dtype).t()
         index = torch.tensor(self.specs[name].tokens, device=y.device)
+        bias: Any = self.base.bias
+        own = None if bias is None else bias[index].to(x.dtype)
+        columns = F.linear(x, self.trained_rows(name).to(x.dtype), own)
         return y.index_copy(-1, index, columns.to(y.dtype))
+
+
+def _callers_level() -> int:
+    """Returns the `stacklevel` of the code that called this library, for a warning of our caller."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("mlora_ext."):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _has_numbers(bias: Any) -> bool:
+    """Whether there is a bias with a number other than zero, as far as this process can tell."""
+    unknown = bias is None or bias.is_meta or isinstance(bias, FakeTensor)
+    return not unknown and bool(bias.any())
+
+
+def peft_drops_bias() -> bool:
+    """Whether the installed PEFT leaves out the bias of a linear layer with trained rows."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    with torch.device("cpu"), torch.no_grad():
+        base = nn.utils.skip_init(nn.Linear, 1, 1)  # draws no random numbers
+        nn.init.ones_(base.weight)
+        nn.init.ones_(base.bias)
+        layer = TrainableTokensLayer(base, "probe")
+        layer.update_layer("probe", token_indices=[0])
+        return bool(layer(torch.zeros(1, 1)) == 0)

@@ -15,20 +15,20 @@ from ..adapters.kind import LayerSpec, TensorSpec
 from ..adapters.trained_parts import TRAINED_COPY
 from ..frozen.plain import PlainWeight
 from .adapter_layer import AdapterLayer
+from .batch_statistics import follow_mode
 from .linear import MultiLoRALinear
 from .over_module import OverModule, plain_module
 from .routing.row_groups import by_adapter, row_groups
 
-_ACROSS_ROWS = (
+_WITHIN_SAMPLES = (
     nn.modules.conv._ConvNd,
-    nn.RNNBase,
-    nn.MultiheadAttention,
     nn.modules.batchnorm._BatchNorm,
     nn.modules.pooling._MaxPoolNd,
     nn.modules.pooling._AvgPoolNd,
     nn.modules.pooling._AdaptiveAvgPoolNd,
     nn.modules.pooling._AdaptiveMaxPoolNd,
 )
+"""Modules whose first dimension counts samples: see `sample_copies`."""
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 
 
@@ -89,7 +89,7 @@ class TrainedCopies(OverModule):
 
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
-        return why_not_copied(module) is None
+        return why_not_copied(module) is None and not acts_on_samples(module)
 
     @classmethod
     def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, TensorSpec]:
@@ -101,6 +101,7 @@ class TrainedCopies(OverModule):
         if spec.tied_to:
             return  # `tie` follows
         own = _plain_copy(self.base).to(self.adapter_dtype).requires_grad_(not config.inference_mode)
+        follow_mode(own)
         self.modules_to_save.put(name, own)
 
     def tie(self, name: str, source: nn.Module) -> None:
@@ -121,7 +122,7 @@ class TrainedCopies(OverModule):
 
     @classmethod
     def peft_keys(cls, module: nn.Module, spec: LayerSpec) -> dict[str, str]:
-        return {part: part for part in cls.shapes(module, spec)}
+        return {part: part for part in (*cls.shapes(module, spec), *cls.buffer_shapes(module))}
 
     def own_part(self, adapter: str, name: str) -> Any:
         """Returns a parameter of an adapter's copy in the base's dtype, or a part of the copy."""
@@ -201,6 +202,11 @@ def _plain_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
+def acts_on_samples(module: nn.Module) -> bool:
+    """Whether a module, converted or not, needs whole samples: it has convolutions or batch normalisation."""
+    return any(isinstance(part, _WITHIN_SAMPLES) for part in plain_module(module).modules())
+
+
 def why_not_copied(module: nn.Module) -> str | None:
     """Returns why adapters cannot train copies of a module, converted or not; None if they can."""
     if isinstance(module, MultiLoRALinear) and not isinstance(module.frozen, PlainWeight):
@@ -215,9 +221,10 @@ def why_not_copied(module: nn.Module) -> str | None:
         return f"is a {kind} without parameters"
     for part in module.modules():
         names = type(part).__name__
-        if isinstance(part, _ACROSS_ROWS) or "Attention" in names or "Mixer" in names:
+        if isinstance(part, nn.RNNBase | nn.MultiheadAttention) or "Attention" in names or "Mixer" in names:
             inside = "" if part is module else f", with a {names} in it"
             return f"is a {kind}{inside}, which looks at several rows at once"
-    if len(module.state_dict()) > len(list(module.named_parameters(remove_duplicate=False))):
+    buffers = len(module.state_dict()) > len(list(module.named_parameters(remove_duplicate=False)))
+    if buffers and not acts_on_samples(module):
         return f"is a {kind} whose buffers belong to its state"
     return None

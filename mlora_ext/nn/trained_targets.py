@@ -18,7 +18,6 @@ from ..adapters.trained_parts import (
 )
 from .layer_kinds import layer_kind
 from .over_module import plain_module
-from .plain_linear import is_plain_linear
 from .task_heads import TaskHeads
 from .tied_weights import input_embedding, tied_copies, tied_to_embedding
 from .trained_copies import why_not_copied
@@ -69,7 +68,8 @@ def _copies(name: str, config: LoraConfig, modules: Mapping[str, nn.Module]) -> 
         if reason is not None:
             raise ValueError(
                 f"adapter {name!r}: modules_to_save: {key} {reason}; only modules that act on single rows, "
-                "such as heads and norms, can be trained per adapter"
+                "such as heads and norms, or have convolutions or batch normalisation, can be trained per "
+                "adapter"
             )
         found[key] = LayerSpec(0, 1.0, 0.0, TRAINED_COPY)
     _refuse_unmatched(name, config, wanted, list(found), modules)
@@ -147,15 +147,9 @@ def _check_rows(name: str, key: str, module: nn.Module, spec: LayerSpec) -> None
     try:
         layer_kind(module, spec.kind)
     except ValueError as error:
-        if is_plain_linear(plain_module(module)) and getattr(module, "bias", None) is not None:
-            raise ValueError(
-                f"adapter {name!r}: trainable_token_indices: {key} has a bias, which PEFT leaves out for "
-                "trained rows (huggingface/peft issue 3649); name the embedding in target_modules, or the "
-                "head in modules_to_save"
-            ) from error
         raise ValueError(
             f"adapter {name!r}: trainable_token_indices: {key} is a {type(plain_module(module)).__name__}; "
-            "only plain embeddings, and linear layers without bias, have rows that can be trained"
+            "only plain embeddings and linear layers have rows that can be trained"
         ) from error
     rows = plain_module(module).weight.shape[0]  # type: ignore[union-attr, index]
     for token in spec.tokens:

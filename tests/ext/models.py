@@ -89,13 +89,19 @@ def is_trained(key: str) -> bool:
     return any(part in key for part in ("lora_", ".modules_to_save.", ".trainable_tokens_delta."))
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapters' parameters of a PEFT model, without its prefix; tied rows by their embedding's name."""
+    tied = tuple(f"{key}." for key, part in model.named_modules() if getattr(part, "tied_adapter", None))
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        if is_trained(key) and not key.startswith(tied):
+            found.setdefault(id(parameter), (key.removeprefix("base_model.model."), parameter))
+    return dict(found.values())
+
+
 def copy_weights(source: nn.Module, model: nn.Module, names: Mapping[str, object]) -> None:
     """Give a converted model the adapters of a PEFT model; fails unless they sit on the same layers."""
-    state = {
-        key.removeprefix("base_model.model."): value
-        for key, value in source.named_parameters()
-        if is_trained(key)
-    }
+    state = trained_parameters(source)
     mine = {key: p for name in names for key, p in by_peft_key(model, name).items()}
     assert set(mine) == set(state)
     with torch.no_grad():
@@ -110,6 +116,7 @@ def by_peft_key(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
         f"{key}.{_with_name(layer, name, own)}": layer.parameters_of(name)[part]
         for key, layer in adapter_layers(model, name).items()
         for part, own in layer.peft_keys(layer, layer.specs[name]).items()
+        if part in layer.parameters_of(name)
     }
 
 

@@ -155,7 +155,8 @@ def _refuse_tied(model: nn.Module, name: str, layers: Mapping[str, AdapterLayer]
         if spec.kind == TRAINED_COPY:
             continue  # it gets a weight of its own
         alike = _tied_alike(name, spec, key, layers)
-        own = {id(parameter) for parameter in layer._parameters.values() if parameter is not None}
+        changed = ["weight"] if spec.kind == TRAINED_ROWS else list(layer._parameters)
+        own = {id(layer._parameters[part]) for part in changed if layer._parameters[part] is not None}
         tied = [other for one in own for other in owners[one]]
         others = [other for other in tied if other.rpartition(".")[0] not in alike]
         if others:

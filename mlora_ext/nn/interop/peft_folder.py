@@ -91,9 +91,9 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
     """
     state = {}
     for key, layer in adapter_layers(model, name).items():
-        for part, parameter in layer.parameters_of(name).items():
-            if not parameter.is_meta:
-                tensor = parameter.detach().to("cpu", copy=True).contiguous()
+        for part, own in layer.tensors_of(name).items():
+            if not own.is_meta:
+                tensor = own.detach().to("cpu", copy=True).contiguous()
                 state[f"{PREFIX}{key}.{layer.peft_keys(layer, layer.specs[name])[part]}"] = tensor
     return state
 
@@ -125,9 +125,9 @@ def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | No
     """Returns all weights of an adapter, in the model's order; raises ValueError if they do not fit it."""
     given = adapter_state(model, name) if weights is None else weights
     shapes = {
-        f"{PREFIX}{key}.{layer.peft_keys(layer, layer.specs[name])[part]}": parameter.shape
+        f"{PREFIX}{key}.{layer.peft_keys(layer, layer.specs[name])[part]}": tensor.shape
         for key, layer in adapter_layers(model, name).items()
-        for part, parameter in layer.parameters_of(name).items()
+        for part, tensor in layer.tensors_of(name).items()
     }
     for key in [*shapes, *given]:
         if key not in given:

@@ -103,9 +103,18 @@ class PeftLayers:
         found: dict[str, dict[str, Tensor]] = {}
         for key in self.every:
             own = {part: parameter.data for part, parameter in self.parameters_of(name, key).items()}
+            own |= self._buffers_of(name, key)
             if own:
                 found.setdefault(plain_key(key), {}).update(own)
         return found
+
+    def _buffers_of(self, name: str, key: str) -> dict[str, Tensor]:
+        """Returns the buffers of an adapter's copy of a module."""
+        layer = self.every[key]
+        if not hasattr(layer, "modules_to_save") or name not in layer.modules_to_save:
+            return {}
+        copied = layer.modules_to_save[name]
+        return {part: buffer for part, buffer in copied.named_buffers() if part in copied.state_dict()}
 
     def scaling(self, name: str) -> dict[str, float]:
         """Returns an adapter's scaling by layer or parameter name, including changes by `set_scale`."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapter_weights import adapter_layers, adapter_parameters
+from ..adapter_weights import adapter_layers, adapter_parameters, saved_tensors
 from ..routing.router import router_of
 from .embeddings import resized_embeddings
 from .peft_folder import write_folder
@@ -46,7 +46,7 @@ def adapter_tensors(
 
     `state_dict` replaces the model's own; weights that it lacks are left out.
     """
-    own = adapter_parameters(model, name)
+    own = saved_tensors(model, name)
     source = own if state_dict is None else state_dict
     return {
         key: source[mine].detach().clone(memory_format=torch.contiguous_format)

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..adapter_layer import AdapterLayer
 from ..linear import MultiLoRALinear
+from ..trained_copies import Copies
 from .call_kind import Call, kind_of, sizes_of
 from .other_contents import special_tokens
 from .patches import patches_of
@@ -116,9 +117,10 @@ def _check_batch(router: Router, route: Route, batch: int) -> None:
 
 
 def _refuse_batch_statistics(module: nn.Module) -> None:
-    """Raises ValueError for a BatchNorm in training mode, such as one put in after conversion."""
+    """Raises ValueError for a BatchNorm of the base in training mode, such as one put in after conversion."""
+    copied = {part for copies in module.modules() if isinstance(copies, Copies) for part in copies.modules()}
     for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm) and part.training:
+        if isinstance(part, _BatchNorm) and part.training and part not in copied:
             raise ValueError(
                 f"layer {name}: a BatchNorm in training mode uses statistics of the whole batch, so one "
                 "adapter's samples would change another's results; call eval() on it"

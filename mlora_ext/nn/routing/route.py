@@ -236,7 +236,7 @@ class Route:
     def _remapped(self, mapping: tuple[int, ...], rows: int) -> SegmentLayout:
         key = ("layout", mapping, rows)
         if key not in self._built:
-            self._built[key] = self._layout(rows).remap(mapping)
+            self._built[key] = self.layout_of(rows).remap(mapping)
         found: SegmentLayout = self._built[key]
         return found
 
@@ -248,7 +248,8 @@ class Route:
             self._built[key] = to_device(table, device)
         return self._built[key]
 
-    def _layout(self, rows: int) -> SegmentLayout:
+    def layout_of(self, rows: int) -> SegmentLayout:
+        """Returns the segments of an input with this number of rows; its adapters are indices in `names`."""
         if self.layout is not None:
             return self.layout
         # Rows may be a selection of one adapter's rows, as inside a mixture of experts.

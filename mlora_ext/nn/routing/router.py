@@ -8,7 +8,7 @@ inside backward, as by activation checkpointing, needs its own route again: see 
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -76,6 +76,8 @@ class Router:
         fused_projections: groups of layers that share their input.
         observer: if set, layers show it their inputs and outputs, and leave adapters out.
         places: where samples lie in the layers' inputs, by kind of call.
+        selected: by the name of a container whose call is in progress, gives the route of a layer inside by
+            the layer's name; see `selected_rows`.
         specials: special tokens of the model's parts, cached because they take long to collect.
     """
 
@@ -94,6 +96,7 @@ class Router:
         self.active: Route | None = None
         self.observer: Sees | None = None
         self.places: dict[Hashable, Places] = {}
+        self.selected: dict[str, Callable[[str], Route]] = {}
         self.specials: dict[Hashable, Tensor] = {}
         self._entered_in_backward = False
         self._in_flight = ForwardsInFlight()
@@ -104,6 +107,7 @@ class Router:
             **self.__dict__,
             "active": None,
             "observer": None,
+            "selected": {},
             "_entered_in_backward": False,
             "_calls": [],
         }
@@ -247,6 +251,10 @@ class Router:
             route = self.active or self._unrouted(layer, x.shape[0] if x.dim() > 2 else 1)
         if route.samples and not set(route.names) & set(layer.group.adapters):
             return route.tensors(layer.group, rows), None, route.batch
+        selected = self._selected_for(layer)
+        if selected is not None:
+            selected.place_in(layer.name, x)
+            return selected.tensors(layer.group, rows), None, route.batch
         try:
             place = route.place_in(layer.name, x)
         except ValueError:
@@ -256,6 +264,13 @@ class Router:
         if active is None or active.rows != rows:
             active = route.tensors(layer.group, rows)
         return active, place, route.batch
+
+    def _selected_for(self, layer: RoutedLayer) -> Route | None:
+        """Returns the route of the rows that a container has selected for a layer's part in this call."""
+        for container, route_of in self.selected.items():
+            if layer.name.startswith(f"{container}."):
+                return route_of(layer.name)
+        return None
 
     def route_of_reads(self, layer: RoutedLayer) -> Route | None:
         """Returns the route along which a layer's weight is read; None outside of forward passes."""

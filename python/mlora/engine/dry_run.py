@@ -30,7 +30,7 @@ from mlora.model.labels import label_objective
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.model.quantization import prepare_skeleton, quantizer_of
 from mlora.model.quantized_shapes import ShapedWeight, put_shapes, shapes_of_model, shapes_of_skeleton
-from mlora.model.task_heads import prepare_head, stages_apart
+from mlora.model.task_heads import prepare_head, refuse_sample_copies, stages_apart
 from mlora.objectives.custom import CustomLoss
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of
@@ -190,6 +190,7 @@ class DryStage:
         try:
             prepare_head(self._model, lora)
             found = target_layers(self._model, _NAME, copy.deepcopy(lora))
+            refuse_sample_copies(self._model, _NAME, found)
         except ValueError as error:
             raise ValueError(str(error).removeprefix(f"adapter {_NAME!r}: ")) from error
         if cut is None:

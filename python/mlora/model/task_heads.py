@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,11 @@ from mlora_ext.adapters.trained_parts import (
 from mlora_ext.nn.adapter_weights import adapter_layers
 from mlora_ext.nn.add_remove import remove_adapter
 from mlora_ext.nn.interop.body_names import check_body_names
+from mlora_ext.nn.layer_kinds import layer_kind
 from mlora_ext.nn.linear import MultiLoRALinear
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.nn.row_head import TrainedRowsLinear
+from mlora_ext.nn.sample_copies import SampleCopies
 from mlora_ext.nn.task_heads import TaskHeads
 from mlora_ext.nn.trained_copies import TrainedCopies
 
@@ -117,8 +119,16 @@ def check_heads(model: nn.Module, name: str) -> None:
     """Removes an adapter that was added, and raises ValueError, if its head cannot be trained here.
 
     Of what is tied to the embedding, only trained rows of the output head come from another stage. Low-rank
-    parts on the output head need whole logits, and classifiers need the head's input.
+    parts on the output head need whole logits, and classifiers need the head's input. Rows are packed, so
+    copies get no whole samples.
     """
+    try:
+        refuse_sample_copies(
+            model, name, {key: layer.specs[name] for key, layer in adapter_layers(model, name).items()}
+        )
+    except ValueError:
+        remove_adapter(model, name)
+        raise
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     low_rank = list(head.specs) if isinstance(head, MultiLoRALinear) else []
     if low_rank and label_adapters(model):
@@ -141,6 +151,17 @@ def stages_apart(key: str, spec: LayerSpec) -> str:
     """Returns why an adapter's tied part on a layer cannot be trained, if the other layer is elsewhere."""
     field = "trainable_token_indices" if spec.kind == TRAINED_ROWS else "ensure_weight_tying"
     return f"{field}: {key} is tied to {spec.tied_to}, and they are on different stages; use one stage"
+
+
+def refuse_sample_copies(model: nn.Module, name: str, layers: Mapping[str, LayerSpec]) -> None:
+    """Raises ValueError if an adapter trains a copy of a module that needs whole samples."""
+    for key, spec in layers.items():
+        if layer_kind(model.get_submodule(key), spec.kind) is SampleCopies:
+            raise ValueError(
+                f"adapter {name!r}: modules_to_save: {key} has convolutions or batch normalisation, which "
+                "need whole samples, and a run packs the rows of all samples; leave it out, or train it in a "
+                "loop of your own"
+            )
 
 
 def own_heads(model: nn.Module, head: nn.Module, rule: LogitRule, names: Sequence[str]) -> dict[str, Scorer]:

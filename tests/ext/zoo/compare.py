@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import by_peft_key, copy_weights, is_trained, peft_model
+from mended import bias_beside_trained_rows
+from models import by_peft_key, copy_weights, peft_model, trained_parameters
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
@@ -141,7 +142,7 @@ def outcome_of_parts(
     Raises:
         AssertionError: if a number is wrong, or a part never has a gradient.
     """
-    with all_double():
+    with all_double(), bias_beside_trained_rows():
         try:
             peft = peft_model(model, configs)
             expected = list(_expected(peft, batches, names))
@@ -226,8 +227,9 @@ def _expected(
     for samples in batches:
         for training in (False, True):
             outputs = _alone(peft, samples, names, training)
-            trained = {key: p for key, p in peft.named_parameters() if is_trained(key)}
-            yield _Expected(training, samples, outputs, _gradients(trained) if training else {})
+            yield _Expected(
+                training, samples, outputs, _gradients(trained_parameters(peft)) if training else {}
+            )
 
 
 def _compare(ours: nn.Module, expected: _Expected, names: Sequence[str]) -> None:
@@ -288,10 +290,10 @@ def _loss(outputs: Sequence[Tensor], places: Iterable[int]) -> Tensor:
 
 
 def _train(peft: nn.Module, training: bool) -> None:
-    """Batch statistics tie the samples of a batch together: they stay in evaluation mode, as ours do."""
+    """Batch normalisations of the base stay in evaluation mode, as ours do; adapters' copies train."""
     peft.train(training)
-    for module in peft.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    for name, module in peft.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and ".modules_to_save." not in name:
             module.eval()
 
 
@@ -317,10 +319,7 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 
 def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    return {
-        key.removeprefix("base_model.model."): torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for key, p in parameters.items()
-    }
+    return {key: torch.zeros_like(p) if p.grad is None else p.grad.clone() for key, p in parameters.items()}
 
 
 def _assert_gradients(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:

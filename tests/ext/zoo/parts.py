@@ -3,10 +3,10 @@
 import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from compare import RANKS, Sample, all_double, collate, loss_of
+from compare import NAMES, RANKS, Sample, all_double, collate, loss_of
 from inputs import FIRST_WORD
 from peft import LoraConfig, get_peft_model
 from small import VOCABULARY
@@ -31,10 +31,14 @@ TOKENS = list(range(FIRST_WORD, VOCABULARY, 2))
 
 @dataclass
 class Part:
-    """What two adapters train, and the names of the modules with it: one of each list has a gradient."""
+    """What two adapters train, and the names of the modules with it: one of each list has a gradient.
+
+    `names` are the adapters of the samples of a batch.
+    """
 
     configs: dict[str, LoraConfig]
     modules: list[list[str]]
+    names: list[str] = field(default_factory=lambda: NAMES)
 
 
 def parts_of(model: PreTrainedModel, samples: Sequence[Sample], targets: dict[str, Any]) -> dict[str, Part]:
@@ -55,12 +59,27 @@ def parts_of(model: PreTrainedModel, samples: Sequence[Sample], targets: dict[st
         found["tokens"] = Part(_configs(targets, **rows), [[*tables, output]])
     for column, name in {"head": _head(model, output, used), "norm": _norm(model, used)}.items():
         if name:
-            found[column] = Part(_configs(targets, modules_to_save=[name]), [[name]])
+            normalises = any(isinstance(part, _BatchNorm) for part in model.get_submodule(name).modules())
+            names = ["a", "b", "b", "a"] if normalises else NAMES  # it needs two samples of each
+            found[column] = Part(
+                _configs(_beside(targets, model, name), modules_to_save=[name]), [[name]], names
+            )
     return found
 
 
 def _configs(targets: dict[str, Any], **fields: Any) -> dict[str, LoraConfig]:
     return {name: LoraConfig(r=rank, lora_alpha=8, **targets, **fields) for name, rank in RANKS.items()}
+
+
+def _beside(targets: dict[str, Any], model: nn.Module, name: str) -> dict[str, Any]:
+    """The same targets without other linear layers whose names end so: PEFT copies those, too."""
+    others = [
+        re.escape(other) + r"(\..*)?"  # and what PEFT puts in its place for the first adapter
+        for other, module in model.named_modules()
+        if other.endswith(name) and other != name and isinstance(module, nn.Linear)
+    ]
+    left_out = "|".join(filter(None, [targets.get("exclude_modules"), *others]))
+    return targets | {"exclude_modules": left_out} if others else targets
 
 
 def _also(model: nn.Module, targets: dict[str, Any], names: list[str]) -> dict[str, LoraConfig]:
@@ -105,11 +124,16 @@ def _used(model: PreTrainedModel, samples: Sequence[Sample]) -> set[str]:
 
 
 def _head(model: PreTrainedModel, output: str, used: set[str]) -> str:
-    """The module around the output embeddings that is not the model's body; else one that is called so."""
+    """The module around the output embeddings that is not the model's body; else one that is called so.
+
+    A head with a part of its own name stands for that part: PEFT wraps both, one inside the other.
+    """
     outermost = output.partition(".")[0]
     if output:
         return output if outermost == model.base_model_prefix else outermost
-    return next((name for name in HEADS if name in used), "")
+    name = next((name for name in HEADS if name in used), "")
+    inner = f"{name}.{name}"
+    return inner if inner in used else name
 
 
 def _norm(model: PreTrainedModel, used: set[str]) -> str:

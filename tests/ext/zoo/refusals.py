@@ -41,12 +41,6 @@ ALL_LINEAR = (
         _kinds("SiglipForImageClassification SiglipModel PaliGemmaForConditionalGeneration"),
     ),
     Refusal(
-        "as in a mixture of experts",
-        "Experts are layers of their own. Values decide which rows an expert gets, so a batch does not tell "
-        "which sample a row is from.",
-        _kinds("SwitchTransformersForConditionalGeneration"),
-    ),
-    Refusal(
         "several samples share them|positions that all samples share",
         "The layers also see positions, which all samples share: samples of two adapters would need two of "
         "them.",
@@ -56,53 +50,11 @@ ALL_LINEAR = (
 """Layers that `all-linear` reaches."""
 
 PARTS = {
-    "tokens": (
-        Refusal(
-            "has a bias, which PEFT leaves out for trained rows",
-            "The head shares the embedding's weight and has a bias, which PEFT leaves out where tokens are "
-            "trained (its [issue 3649](https://github.com/huggingface/peft/issues/3649)).",
-            _kinds(
-                """CTRLLMHeadModel XLNetLMHeadModel AlbertForMaskedLM BigBirdForMaskedLM CamembertForMaskedLM
-                ConvBertForMaskedLM Data2VecTextForMaskedLM DebertaForMaskedLM DebertaV2ForMaskedLM
-                FlaubertWithLMHeadModel FNetForMaskedLM FunnelForMaskedLM LongformerForMaskedLM
-                MegatronBertForMaskedLM ModernBertForMaskedLM MPNetForMaskedLM MraForMaskedLM
-                NystromformerForMaskedLM RoCBertForMaskedLM RoFormerForMaskedLM SqueezeBertForMaskedLM
-                TapasForMaskedLM XLMWithLMHeadModel XLMRobertaForMaskedLM XmodForMaskedLM YosoForMaskedLM"""
-            ),
-        ),
-        Refusal(
-            "another module reads its weights without calling it",
-            "The head reads the embedding's weight without calling the embedding. A batch of one adapter "
-            "works.",
-            _kinds("PerceiverForMaskedLM"),
-        ),
-    ),
-    "head": (
-        Refusal(
-            "with a BatchNorm1d in it",
-            "The head has batch normalisation, whose statistics tie the samples of a batch together.",
-            _kinds("LevitForImageClassificationWithTeacher"),
-        ),
-        Refusal(
-            "with a Conv2d in it",
-            "The head has convolutions. A copy can be trained of modules that act on single rows.",
-            _kinds("DPTForDepthEstimation"),
-        ),
-    ),
     "norm": (
         Refusal(
             "positions that all samples share",
             "The last norm acts on positions, which all samples share.",
             _kinds("SEWDForSequenceClassification"),
-        ),
-        Refusal(
-            r"is a BatchNorm\dd",
-            "All norms of the class are batch normalisation, whose statistics tie the samples of a batch "
-            "together.",
-            _kinds(
-                """LevitForImageClassificationWithTeacher PatchTSTModel RegNetForImageClassification
-                ResNetForImageClassification"""
-            ),
         ),
     ),
 }
@@ -122,11 +74,6 @@ PEFT_REFUSES = {
         ),
     ),
     "head": (
-        Refusal(
-            "modules_to_save cannot be applied to modules of type",
-            "The name `classifier` also stands for `pre_classifier`, which has low-rank parts.",
-            _kinds("DistilBertForSequenceClassification"),
-        ),
         Refusal(
             "No modules were targeted|All modules were excluded",
             "All linear layers of the class are in the head, so no layer is left for low-rank parts.",

@@ -43,6 +43,12 @@ It did the same for adapters that train something else beside the linear layers:
 | head | a copy of the head (`lm_head`, `classifier`, or what the class has): `modules_to_save` |
 | norm | a copy of the last norm that is used: `modules_to_save` |
 
+A name in `modules_to_save` stands for every module whose name ends so, such as `classifier` for DistilBERT's
+`pre_classifier`, and these have no low-rank parts. Batches for copies with batch normalisation have two
+samples of each adapter, which it needs, and none of the base. Where tokens are trained, PEFT leaves out the
+bias of a head that is tied to the table, until it has merged them (its
+[issue 3649](https://github.com/huggingface/peft/issues/3649)); the check adds this bias to PEFT's result.
+
 **Equal** means that all outputs and gradients agree to 1e-9. **Refused** means that a ValueError names the
 layer and says what to do. **Refused in part** means so of some layers that `all-linear` reaches; without them
 all results are equal, and the last column shows targets that work: `without` lists patterns of
@@ -59,11 +65,10 @@ mixed if all images of the batch have one size and all samples have equally many
 GENERATE = """\
 ## Generation
 
-105 of these classes have `generate`. For 99 of them, `generate` on a mixed batch continues each prompt as in
+105 of these classes have `generate`. For 100 of them, `generate` on a mixed batch continues each prompt as in
 a batch of its own adapter (greedy search and two beams with a cache, greedy search without one). The other
-six refuse, and name a reason:
+five refuse, and name a reason:
 
-- `switch_transformers`: its experts.
 - RWKV with its cache: the cache mixes samples.
 - Llava, PaliGemma, Qwen2-VL and Qwen2.5-VL, if adapters sit on layers that process images: newer versions of
   Transformers call these layers before the first forward pass.
@@ -83,7 +88,7 @@ def _run(family: Family) -> dict[str, Outcome]:
         found[ALL].verdict = "refused in part"
     for column, own in parts_of(model, batches[0], found[ALL].targets).items():
         found[column] = _or_wrong(
-            lambda own=own: outcome_of_parts(model, batches, NAMES, own.configs, own.modules)
+            lambda own=own: outcome_of_parts(model, batches, own.names, own.configs, own.modules)
         )
     return found
 

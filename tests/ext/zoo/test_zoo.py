@@ -54,7 +54,7 @@ def test_parts_are_trained_as_peft_trains_them(family: Family) -> None:
     if all_linear(family.kind) is not None:
         targets = outcome(model, batches, NAMES).targets
     for column, own in parts_of(model, batches[0], targets).items():
-        found = outcome_of_parts(model, batches, NAMES, own.configs, own.modules)
+        found = outcome_of_parts(model, batches, own.names, own.configs, own.modules)
         verdict, expected = part(family.kind, column)
         assert found.verdict == verdict, (column, found.reasons)
         assert expected is None or says(expected, found.reasons[0]), (column, found.reasons)

@@ -37,9 +37,8 @@ HOW: list[dict[str, Any]] = [
 REFUSED = {
     **dict.fromkeys(["llava", "paligemma", "qwen2_5_vl", "qwen2_vl"], "outside of the model's own forward"),
     "rwkv": "not ordered by sample, or several samples share them",
-    "switch_transformers": "do not target this layer",
 }
-"""Images are encoded before the first forward pass; RWKV's cache mixes samples; experts see selected rows."""
+"""Images are encoded before the first forward pass; RWKV's cache mixes samples."""
 CHANGES = {
     "flaubert": {"mask_token_id": 5},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},

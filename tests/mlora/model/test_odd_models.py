@@ -91,3 +91,13 @@ def test_long_rope_is_trained_below_its_extension(tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path)
     assert BaseInfo(str(tmp_path)).max_positions == 32
+
+
+def test_a_copy_that_needs_whole_samples_is_refused_in_one_line() -> None:
+    model = OPTForCausalLM(OPTConfig(**SHAPE, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64))
+    model.model.decoder.layers[0].add_module("smooth", torch.nn.Conv1d(4, 4, 3))
+    engine = Engine(model)
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["smooth"])
+    with pytest.raises(ValueError, match=r"layers\.0\.smooth has convolutions or batch norm.*packs the rows"):
+        engine.create_adapter("a", config, OptimConfig(total_steps=9))
+    engine.create_adapter("a", LoraConfig(r=2, target_modules=["q_proj"]), OptimConfig(total_steps=9))

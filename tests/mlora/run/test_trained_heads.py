@@ -402,3 +402,18 @@ def test_classifiers_are_not_mixed_with_low_rank_parts_on_the_head(names: tuple[
         engine.create_adapter(names[1], copy.deepcopy(LORAS[names[1]]), optim(1))
     engine.create_adapter("plain", copy.deepcopy(LORAS["plain"]), optim(1))
     engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*leaves the bias of lm_head out")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_rows_of_a_head_with_a_bias_are_as_in_pefts_merged_model(stages: int, tmp_path: Path) -> None:
+    base = make("llama")
+    base.lm_head.bias = nn.Parameter(torch.randn(base.config.vocab_size))
+    base, data = tied(base), drawn("rows", 2)
+    losses = trained(base, ["rows", "plain"], 2, tmp_path, stages=stages)["rows"]
+    for steps, loss in enumerate(losses):
+        if steps:
+            trained(base, ["rows", "plain"], steps, tmp_path, stages=stages)
+        theirs = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / f"rows-{min(steps, 1)}"))
+        expected = peft_loss(theirs.merge_and_unload(), LORAS["rows"], data[steps])
+        assert loss == pytest.approx(expected.item(), abs=1e-5)

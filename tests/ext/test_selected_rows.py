@@ -1,0 +1,120 @@
+"""Experts that are modules of their own: each of their rows meets its sample's adapter."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import by_peft_key, copy_weights, peft_model, trained_parameters
+from peft import LoraConfig
+from tolerances import assert_same_up_to_rounding
+from torch import Tensor, nn
+from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersExperts
+
+import mlora_ext as mx
+
+NAMES = ["b", "a", "__base__", "a"]
+SIZES: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "vocab_size": 40}
+LAYERS: dict[str, Any] = {
+    "num_layers": 2,
+    "num_sparse_encoder_layers": 2,
+    "num_decoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+}
+
+
+def switch() -> nn.Module:
+    still = {"dropout_rate": 0.0, "router_jitter_noise": 0.0, "expert_capacity": 3}
+    config = SwitchTransformersConfig(**SIZES, **LAYERS, **still, num_experts=4, initializer_factor=1.0)
+    return SwitchTransformersForConditionalGeneration(config).eval()
+
+
+def lora(dropout: float = 0.0) -> dict[str, LoraConfig]:
+    return {
+        "a": LoraConfig(r=4, target_modules=["wi", "wo", "q"], lora_dropout=dropout),
+        "b": LoraConfig(r=6, target_modules="all-linear", lora_dropout=dropout),
+    }
+
+
+def batch() -> dict[str, Tensor]:
+    return {key: torch.randint(2, 40, (4, n)) for key, n in (("input_ids", 7), ("decoder_input_ids", 4))}
+
+
+def rows(given: dict[str, Tensor], places: list[int]) -> dict[str, Tensor]:
+    return {key: value[places] for key, value in given.items()}
+
+
+def test_as_peft_for_each_adapter_alone() -> None:
+    base, given = switch(), batch()
+    assert sum(isinstance(part, SwitchTransformersExperts) for part in base.modules()) >= 3
+    peft, ours = peft_model(base, lora()), mx.convert_model(copy.deepcopy(base), lora())
+    copy_weights(peft, ours, lora())
+    mixed = ours(**given, adapter_names=NAMES).logits
+    mixed.square().mean((1, 2)).sum().backward()
+    for name, places in {"a": [1, 3], "b": [0]}.items():
+        peft.set_adapter(name)
+        alone = peft(**rows(given, places)).logits
+        alone.square().mean((1, 2)).sum().backward()
+        assert_same_up_to_rounding(mixed[places].detach(), alone.detach(), name)
+        state = trained_parameters(peft)
+        for key, parameter in by_peft_key(ours, name).items():
+            theirs = state[key].grad
+            assert (parameter.grad is None) == (theirs is None), key
+            if theirs is not None:
+                assert_same_up_to_rounding(parameter.grad, theirs, key)
+    assert not ours.mlora_router.selected
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_alone_as_together_with_dropout(checkpointed: bool) -> None:
+    model, given = mx.convert_model(switch(), lora(0.4)).train(), batch()
+    for name in "ab":
+        for parameter in mx.adapter_parameters(model, name).values():
+            parameter.data.normal_(std=0.2)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+
+    def trained(places: list[int], name: str) -> tuple[Tensor, dict[str, Tensor | None]]:
+        model.mlora_router.step = 3
+        model.zero_grad()
+        logits = model(**rows(given, places), adapter_names=[NAMES[place] for place in places]).logits
+        logits.square().mean((1, 2)).sum().backward()
+        return logits.detach(), {key: p.grad for key, p in mx.adapter_parameters(model, name).items()}
+
+    for name, places in {"a": [1, 3], "b": [0]}.items():
+        (together, mixed), (alone, own) = trained([0, 1, 2, 3], name), trained(places, name)
+        assert_same_up_to_rounding(together[places], alone, name)
+        for key, gradient in own.items():
+            assert (gradient is None) == (mixed[key] is None), key
+            if gradient is not None:
+                assert_same_up_to_rounding(mixed[key], gradient, key)
+
+
+def test_an_error_inside_leaves_nothing_behind() -> None:
+    model, given = mx.convert_model(switch(), lora()), batch()
+    expected = model(**given, adapter_names=NAMES).logits
+    inside = next(part for part in model.modules() if isinstance(part, SwitchTransformersExperts))
+    broken = [part.register_forward_hook(lambda *_: 1 / 0) for part in inside.values()]
+    with pytest.raises(ZeroDivisionError):
+        model(**given, adapter_names=NAMES)
+    assert not model.mlora_router.selected
+    for handle in broken:
+        handle.remove()
+    for other in (model, copy.deepcopy(model)):
+        assert torch.equal(other(**given, adapter_names=NAMES).logits, expected)
+    merged = mx.merge_and_unload(model, "a")
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in merged.modules())
+
+
+def test_other_containers_are_refused_still() -> None:
+    class Experts(SwitchTransformersExperts):
+        pass
+
+    base, given = switch(), batch()
+    for part in base.modules():
+        if isinstance(part, SwitchTransformersExperts):
+            part.__class__ = Experts
+    model = mx.convert_model(base, lora())
+    with pytest.raises(ValueError, match=r"as in a mixture of experts|not ordered by sample"):
+        model(**given, adapter_names=NAMES)
