@@ -1,4 +1,4 @@
-"""Keeps the base model's batch normalisation layers in evaluation mode, with one warning."""
+"""What in the base model looks at the whole batch: batch normalisation, and experts of limited capacity."""
 
 from __future__ import annotations
 
@@ -60,5 +60,19 @@ def stop_batch_statistics(model: nn.Module) -> None:
         warnings.warn(
             f"{len(layers)} batch normalisations of the base model stay in evaluation mode and use their "
             "running statistics: with those of a batch, one adapter's samples would change another's results",
+            stacklevel=3,
+        )
+
+
+def warn_of_shared_capacity(model: nn.Module) -> None:
+    """Warns of routers whose experts take a number of tokens that depends on the whole batch.
+
+    Switch Transformers' routers count in each sample alone; NLLB's count the batch.
+    """
+    if any(type(module).__name__ == "NllbMoeTop2Router" for module in model.modules()):
+        warnings.warn(
+            "the experts of this model take a number of tokens that depends on the whole batch, so that one "
+            "sample's results depend on the others, whatever their adapters; train adapters in batches of "
+            "their own if that matters",
             stacklevel=3,
         )

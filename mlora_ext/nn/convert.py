@@ -14,7 +14,7 @@ from .adapter_layer import AdapterLayer
 from .adapter_weights import write_weights
 from .add_remove import convert_layers, join, plan_adapter, refuse_state, regroup
 from .base_dropout import stop_base_dropout
-from .batch_statistics import refuse_batch_statistics, stop_batch_statistics
+from .batch_statistics import refuse_batch_statistics, stop_batch_statistics, warn_of_shared_capacity
 from .idle_targets import warn_of_idle_targets
 from .interop import adapter_interface
 from .interop.read_folder import load_into, read_adapter
@@ -79,6 +79,7 @@ def convert_model(
     model.requires_grad_(False)
     stop_base_dropout(model)
     stop_batch_statistics(model)
+    warn_of_shared_capacity(model)
     forward.install(model)
     checkpointing.install(model)
     adapter_interface.install(model)

@@ -27,6 +27,8 @@ from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
     XLNetConfig,
@@ -183,6 +185,18 @@ def test_batch_statistics_of_the_base_stay_fixed() -> None:
         )
         assert torch.equal(one.norm.running_mean, before)
     assert mx.merge_and_unload(model, "a").norm.training
+
+
+def test_experts_that_take_tokens_by_the_batch_are_warned_of() -> None:
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 40, "num_experts": 2}
+    for every, expected in ((0, 0), (2, 1)):
+        steps = {"encoder_sparse_step": every, "decoder_sparse_step": every}
+        model = NllbMoeForConditionalGeneration(NllbMoeConfig(d_model=8, **sizes, **heads, **steps))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mx.convert_model(model, {"a": LoraConfig(target_modules=["q_proj"])})
+        assert sum("depends on the whole batch" in str(one.message) for one in caught) == expected
 
 
 def test_statistics_of_the_batch_alone_are_refused() -> None:

@@ -59,6 +59,9 @@ The numbers stand for [reasons](#reasons).
 Qwen2-VL and Qwen2.5-VL see the images of a batch as one list of patches. Adapters on these layers can be
 mixed if all images of the batch have one size and all samples have equally many; other batches are refused.
 
+NLLB-MoE's experts take a number of tokens that depends on the whole batch, so one sample's results depend on
+the others, whatever their adapters; conversion warns of it. The model of its row has no such layer.
+
 """
 
 
