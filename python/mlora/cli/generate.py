@@ -83,8 +83,13 @@ def generate(
         chosen = _served(chosen, unserved, wanted, asked=adapter or [])
         wanted = {name: folder for name, folder in wanted.items() if name in chosen}
         _check_prompts(tokens, base.max_positions, completed=any(name not in classifiers for name in chosen))
+        if base_model and (base.quantization or os.path.isfile(source / "config.yaml")):
+            quantization = None
+        elif quantization and not os.path.isfile(source / "config.yaml"):
+            how = f"{quantization['method']}, as {source} was trained"
+            print(f"base model: {base.name}, quantized with {how}", file=sys.stderr)
         with _enough_memory(f"loading {base.name}", "--bf16 takes half the memory"):
-            engine = _load(base, wanted, bf16, device, None if base_model else quantization)
+            engine = _load(base, wanted, bf16, device, quantization)
         torch.manual_seed(seed)
         with _enough_memory("completing prompts", "give fewer prompts, or lower --max-new-tokens"):
             answers = _answers(engine, base, chosen, classifiers, tokens, max_new_tokens, draw)
@@ -192,7 +197,7 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
 def find_adapters(source: Path) -> tuple[str, dict[str, Path], Mapping[str, Any] | None]:
     """Returns a run's base model, its adapter folders by name, and how it quantises the base.
 
-    A PEFT folder is one adapter; None: its base stays as it is.
+    A PEFT folder is one adapter, and its `quantization.json` says the last; None: the base stays as it is.
     """
     from mlora.config.yaml_file import read_yaml
 
@@ -210,7 +215,14 @@ def find_adapters(source: Path) -> tuple[str, dict[str, Path], Mapping[str, Any]
             raise RunError(
                 f"{source / 'adapter_config.json'}: cannot be read: {first_line(error)}"
             ) from error
-        return str(saved.get("base_model_name_or_path") or ""), {_plain_name(source): source}, None
+        from mlora.model.quantization_file import read_quantization
+
+        try:
+            quantization = read_quantization(source)
+        except ValueError as error:
+            raise RunError(first_line(error)) from error
+        named = str(saved.get("base_model_name_or_path") or "")
+        return named, {_plain_name(source): source}, quantization
     raise RunError(f"{source}: is neither a run's output_dir nor a PEFT adapter folder")
 
 

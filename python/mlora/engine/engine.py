@@ -35,6 +35,7 @@ from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.labels import add_labels, check_labels, label_objective
 from mlora.model.pretrained import skeleton
+from mlora.model.quantization_file import write_quantization
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import START, ObjectiveError
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of, pinned
@@ -147,6 +148,7 @@ class Engine(Batcher):
         if micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         self.dtype, self.seed = dtype, seed
+        self._quantization = QuantizationConfig.model_validate(quantization) if quantization else None
         options = StageOptions(
             torch.device(device),
             dtype,
@@ -154,7 +156,7 @@ class Engine(Batcher):
             frozen_weight,
             offload,
             trained=self._trains_base,
-            quantization=QuantizationConfig.model_validate(quantization) if quantization else None,
+            quantization=self._quantization,
         )
         self._dry = partial(dry_stages, base_model, options)
         self._held = partial(held_at_once, schedule, in_flight=in_flight)
@@ -646,7 +648,7 @@ class Engine(Batcher):
     def save(
         self, name: str, folder: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Writes an adapter as a PEFT folder.
+        """Writes an adapter as a PEFT folder; `quantization.json` in it says how the base is quantised.
 
         Args:
             name: of the adapter.
@@ -659,6 +661,7 @@ class Engine(Batcher):
         """
         weights = self.weights(name) if weights is None else weights
         mlora_ext.save_adapter(self.registry, name, folder, weights)
+        write_quantization(folder, self._quantization)
 
     def load(self, name: str, folder: str | os.PathLike[str], optim: OptimConfig) -> None:
         """Creates an adapter from a PEFT folder: its config and weights, with a fresh optimizer.

@@ -23,13 +23,16 @@ from mlora.errors import RunError, first_fault, first_line
 from mlora.files.disk import os_errors, write_file
 from mlora.tasks.result import AdapterResult
 
+_OF_ADAPTER = (
+    r"(adapter_config\.json|adapter_model\.safetensors|labels\.json|\.?quantization\.json(\.tmp)?|README\.md)"
+)
 OWN_FILES = re.compile(
     r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"
     r"|\.?sweep\.(csv|png)(\.tmp)?"
-    r"|\.?best(\.tmp)?(/(adapter_config\.json|adapter_model\.safetensors|labels\.json|README\.md))?"
+    rf"|\.?best(\.tmp)?(/{_OF_ADAPTER})?"
     r"|queue\.sqlite(-journal)?|states(/\.?[^/]+-\d{8}\.(pt(\.tmp)?|bin(\.new)?))?"
     r"|checkpoints(/\.?step-\d{8}\.pt(\.tmp)?)?"
-    r"|adapters(/[^/]+(/(adapter_config\.json|adapter_model\.safetensors|labels\.json|README\.md))?)?"
+    rf"|adapters(/[^/]+(/{_OF_ADAPTER})?)?"
     r"|adapters/[^/]+/((generation_)?config\.json|(model-)?\d+(-of-\d+)?\.safetensors|model\.safetensors\.index\.json)"
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import mlora
 import pytest
 import torch
+from command_line import Run
 from mlora.config.config_file import resolve_config
 from mlora.config.quantization_config import QuantizationConfig
 from mlora.engine.dry_run import DryStage
@@ -69,6 +71,39 @@ def test_runs_over_one_stage_and_two_resume_alike(base: Path, tmp_path: Path) ->
         base, quantization_config=transformers_config(QuantizationConfig(**NF4), torch.float32)
     )
     model.load_adapter(str(saved))
+
+
+def test_generate_from_a_folder_uses_the_quantised_base(
+    run: Run, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from its run. A folder without the file is over the plain base, as those of earlier versions."""
+    data = data_of(base, tmp_path, 1, lora=BLOCK) | {"quantization": NF4}
+    data["adapters"] = [data["adapters"][0] | {"max_steps": 1, "eval_dataset": None, "eval_steps": None}]
+    data["defaults"]["save_steps"] = None
+    assert mlora.train(resolve_config(data, folder=tmp_path)).status == "finished"
+    folder = tmp_path / "run" / "adapters" / "first"
+    assert json.loads((folder / "quantization.json").read_text()) == NF4
+    used: list[Any] = []
+
+    class Noted(Engine):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            used.append(kwargs["quantization"])
+
+    monkeypatch.setattr("mlora.engine.engine.Engine", Noted)
+    options = ("-p", "7", "--max-new-tokens", "2")
+    found = [run("generate", source, *options) for source in (tmp_path / "run", folder)]
+    assert found[0].stdout == found[1].stdout
+    assert found[0].stderr == ""
+    assert found[1].stderr == f"base model: {base}, quantized with bnb-nf4, as {folder} was trained\n"
+    assert used == [QuantizationConfig(**NF4)] * 2
+    mlora.train(resolve_config(data, folder=tmp_path), overwrite=True)  # the file is the run's own
+    (folder / "quantization.json").write_text('{"method": "nf5"}')
+    wrong = run("generate", folder, *options)
+    assert re.match(r"error: .*quantization\.json: is not as a run writes it: method: ", wrong.stderr)
+    (folder / "quantization.json").unlink()
+    assert run("generate", folder, *options).stderr == ""
+    assert used[2:] == [None]
 
 
 @pytest.mark.parametrize(("method", "stages"), [("bnb-fp4", 2), ("bnb-int8", 1), ("torchao-int8", 1)])

@@ -1,0 +1,45 @@
+"""`quantization.json` in an adapter's folder: how the base was quantised over which it was trained.
+
+PEFT's config names the base model, and has no place for this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mlora.config.quantization_config import QuantizationConfig
+from mlora.durable import sync_path
+from mlora.errors import first_fault, first_line
+
+QUANTIZATION = "quantization.json"
+
+
+def write_quantization(folder: str | os.PathLike[str], chosen: QuantizationConfig | None) -> None:
+    """Writes the file durably, with the keys of a run's `quantization`; removes it if the base was plain."""
+    path = Path(folder) / QUANTIZATION
+    if chosen is None:
+        path.unlink(missing_ok=True)
+        return
+    temporary = path.with_name(f".{QUANTIZATION}.tmp")
+    temporary.write_text(json.dumps(chosen.model_dump(exclude_defaults=True)) + "\n", encoding="utf-8")
+    sync_path(temporary)
+    os.replace(temporary, path)
+    sync_path(path.parent)
+
+
+def read_quantization(folder: Path) -> dict[str, Any] | None:
+    """Returns what the file holds, checked; None if there is no file. ValueError names the file."""
+    path = folder / QUANTIZATION
+    if not path.is_file():
+        return None
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return QuantizationConfig.model_validate(stored).model_dump(exclude_defaults=True)
+    except ValueError as error:
+        reason = first_fault(error) if isinstance(error, ValidationError) else first_line(error)
+        raise ValueError(f"{path}: is not as a run writes it: {reason}") from error
