@@ -29,6 +29,7 @@ from mlora.run.forecasts import forecast_lines
 from mlora.run.prepare import Prepared, fingerprints
 from mlora.run.stages import less_memory
 from mlora.run.task_states import compare, never_best, read_best, write_best
+from mlora.run.trial_losses import not_measured
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
@@ -330,10 +331,10 @@ class TrainingLoop:
                 record["best"] = rule.metric
             self._metrics.write(**record)
             self._reporter.evaluation(task, record)
-            lacking = [f"{key}: {metric}" for key, metric in self._asked(task) if metric not in entry]
+            lacking = [(key, metric) for key, metric in self._asked(task) if metric not in entry]
             if lacking:
-                has = ", ".join(key for key in entry if key != "step")
-                self._end(task, "stopped", f"{lacking[0]} is not measured; metrics: {has}")
+                has = [key for key in entry if key != "step"]
+                self._end(task, "stopped", not_measured(*lacking[0], has))
         tasks = [task for task in tasks if task.progress.state == "running"]
         for task in tasks:
             self._stop_early(task)

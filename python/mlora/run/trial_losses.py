@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,26 +14,49 @@ from mlora.objectives.token_losses import Owners, by_objective
 from mlora.tasks.task import Task
 
 
-def faults_of_own_losses(tasks: Sequence[Task], device: torch.device) -> dict[str, str]:
+def faults_of_own_losses(tasks: Sequence[Task], device: torch.device, metric: str = "") -> dict[str, str]:
     """Returns why losses of one's own fail, by the tasks' names; builtin and registered ones are not tried.
 
-    Each gets what it would get of the task's first micro-batch, but for the numbers.
+    Each gets what it would get of the task's first micro-batch, but for the numbers. One that does not report
+    `metric_for_best_model`, or the sweep's `metric` if there is one, fails, too.
     """
     own = [task for task in tasks if ":" in name_of(task.config.objective) and task.data.samples]
-    found = {task.name: _fault(task, device) for task in own}
+    found = {task.name: _fault(task, device, metric) for task in own}
     return {name: fault for name, fault in found.items() if fault}
 
 
-def _fault(task: Task, device: torch.device) -> str:
+def _fault(task: Task, device: torch.device, metric: str) -> str:
+    fault, found = _called(task, device, trains=True)
+    lacking = {} if fault else _lacking(task, metric, found)
+    if lacking:  # evaluations call it without gradients, which may have metrics of their own
+        fault, found = _called(task, device, trains=False)
+        lacking = {} if fault else _lacking(task, metric, found)
+    return next((not_measured(*one, found) for one in lacking.items()), fault)
+
+
+def _lacking(task: Task, metric: str, found: Collection[str]) -> dict[str, str]:
+    """Returns the asked metrics that are not found, by the keys that ask for them."""
+    rule = task.config.best_rule
+    asked = {"metric_for_best_model": "" if rule is None else rule.metric, "sweep.metric": metric}
+    return {key: one for key, one in asked.items() if one not in ("", "eval_exact_match", *found)}
+
+
+def not_measured(key: str, metric: str, found: Collection[str]) -> str:
+    """Returns what to say where evaluations lack a metric that a key asks for."""
+    return f"{key}: {metric} is not measured; metrics: {', '.join(found)}"
+
+
+def _called(task: Task, device: torch.device, *, trains: bool) -> tuple[str, list[str]]:
+    """Returns why a task's objective fails, or nothing, and the names of the metrics of an evaluation."""
     samples = [task.data.samples[row] for row in task.plan.batch(0)]
     batch = pack({task.name: joined(task.name, samples, task.objective)})
     counts = batch.rows_of_owners()
     owners = Owners(
         counts, [1.0], [task.objective], batch.trained_lengths(), batch.facts, **_silent(batch, device)
     )
-    with torch.enable_grad():
-        *_, faults = by_objective(_made_up(sum(counts), device), owners)
-    return faults[0]
+    with torch.set_grad_enabled(trains):
+        _, _, (metrics,), (fault,) = by_objective(_made_up(sum(counts), device), owners)
+    return fault, list(dict.fromkeys(["eval_loss", *(f"eval_{name}" for name in metrics)]))
 
 
 def _silent(batch: PackedBatch, device: torch.device) -> dict[str, Any]:

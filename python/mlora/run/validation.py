@@ -56,7 +56,7 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
     folder.check_writable()
     if folder.holds_something():
         reporter.warn(f"output_dir: {folder.path} is not empty; a new run will ask for --overwrite")
-    places = config.at_once if config.sweep else None
+    places, metric = (config.at_once, config.sweep.metric) if config.sweep else (None, "")
     if config.sweep is not None:
         sweep_of(config)
         config = RunConfig.model_validate(config.with_samples())
@@ -69,7 +69,7 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
         forecast = forecast_lines(prepared.engine, _first_group(config, prepared))
     trained = sum(p.numel() for p in prepared.engine.model.parameters()) if config.method == "full" else 0
     prepared.engine.close()
-    for name, fault in faults_of_own_losses(prepared.table.tasks, prepared.engine.device).items():
+    for name, fault in faults_of_own_losses(prepared.table.tasks, prepared.engine.device, metric).items():
         prepared.table.refuse(name, fault)
     plan = _plan(config, prepared, before, min(before, used_at_first(cpu)))
     plan = replace(plan, places=places) if plan else None

@@ -228,3 +228,27 @@ def test_losses_of_ones_own_are_tried(run: Run, tiny_base: Path, tmp_path: Path)
     data["adapters"] = [data["adapters"][0] | {"objective": "tried:shape"}]
     result = run("validate", write_run(tmp_path, data))
     assert result.stderr.splitlines()[-1].endswith("1 of 1 adapters would be refused")
+
+
+@pytest.mark.parametrize("key", ["metric_for_best_model", "sweep.metric"])
+def test_a_metric_that_an_own_loss_lacks(run: Run, tiny_base: Path, tmp_path: Path, key: str) -> None:
+    """One that only evaluations have, which are without gradients, counts."""
+    (tmp_path / "lacks.py").write_text(
+        "import torch\n\n"
+        "def loss(rows):\n"
+        "    name = 'one' if torch.is_grad_enabled() else 'late'\n"
+        "    return -rows.sums(), {name: rows.sums()}\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    first = data["adapters"][0] | {"objective": "lacks:loss"}
+    for metric, lacking in (("late", False), ("two", True)):
+        if key == "sweep.metric":
+            shared = {name: value for name, value in first.items() if name != "name"}
+            search = {"learning_rate": {"choice": [1e-3, 1e-2]}}
+            data["sweep"] = {"trials": 2, "metric": metric, "adapter": shared, "search": search}
+            data.pop("adapters", None)
+        else:
+            data["adapters"] = [first | {key: metric}, data["adapters"][-1]]
+        result = run("validate", write_run(tmp_path, data))
+        told = f"refused: {key}: eval_two is not measured; metrics: eval_loss, eval_late"
+        assert (told in result.stderr, result.exit_code) == (lacking, int(lacking)), result.stderr
