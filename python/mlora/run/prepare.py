@@ -39,6 +39,7 @@ from mlora.run.preflight import check_blocks, check_folders
 from mlora.run.reporter import Reporter
 from mlora.run.stages import Member, loading_fault, stage_0
 from mlora.run.task_table import TaskTable
+from mlora.run.trial_losses import faults_of_own_losses
 from mlora.scheduler import token_balanced
 from mlora.tasks.groups import held_batches, most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder, check_loss
@@ -111,6 +112,9 @@ def prepare(
             )
     builder = TaskBuilder(config, base)
     tasks, refused, faults = _tasks(config, builder, checkpoint, came or {})
+    if not checkpoint:
+        faults |= faults_of_own_losses(tasks, torch.device(device), warn=reporter.warn)
+        tasks = [task for task in tasks if task.name not in faults]
     for message in dict.fromkeys(faults.values()):  # one line for all that share a fault, as a missing file
         names = [name for name, fault in faults.items() if fault == message]
         reporter.fault(f"{', '.join(names)}: refused: {message}")
@@ -126,7 +130,8 @@ def prepare(
     sweep = sweep_of(config)
     with ExitStack() as unless_prepared:
         with warnings_to(reporter), _disk_faults():
-            engine = make_engine(config, tasks or _some_trials(config, builder), member, trace)
+            trials = [] if tasks else _some_trials(config, builder, torch.device(device))
+            engine = make_engine(config, tasks or trials, member, trace)
             unless_prepared.callback(engine.close)
             loaded, placed = (_used_by_base(engine), engine.base_bytes()) if measure else (0, [])
             memory = limit_memory(config, engine, earlier)
@@ -154,7 +159,7 @@ def prepare(
     return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded, placed, losses)
 
 
-def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
+def _some_trials(config: RunConfig, builder: TaskBuilder, device: torch.device) -> list[Task]:
     """Builds sample trials of a sweep, by which the model is cut into stages.
 
     The samples hold each choice of the search space, so that a fault of all trials shows as a RunError.
@@ -167,6 +172,9 @@ def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
             found.append(builder.build(adapter))
         except RunError as error:
             faults.append(str(error))
+    wrong = faults_of_own_losses(found, device, config.sweep.metric) if config.sweep else {}
+    faults += wrong.values()
+    found = [task for task in found if task.name not in wrong]
     if faults and not found:
         raise RunError(f"no trial can be trained: {faults[0]}")
     return found[: config.at_once]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,22 +15,30 @@ from mlora.objectives.token_losses import Owners, by_objective
 from mlora.tasks.task import Task
 
 
-def faults_of_own_losses(tasks: Sequence[Task], device: torch.device, metric: str = "") -> dict[str, str]:
+def faults_of_own_losses(
+    tasks: Sequence[Task],
+    device: torch.device,
+    metric: str = "",
+    warn: Callable[[str], None] = lambda line: None,
+) -> dict[str, str]:
     """Returns why losses of one's own fail, by the tasks' names; builtin and registered ones are not tried.
 
     Each gets what it would get of the task's first micro-batch, but for the numbers. One that does not report
-    `metric_for_best_model`, or the sweep's `metric` if there is one, fails, too.
+    `metric_for_best_model`, or the sweep's `metric` if there is one, fails, too. A loss that is not a number
+    may be one of real numbers: it is a warning.
     """
     own = [task for task in tasks if ":" in name_of(task.config.objective) and task.data.samples]
-    found = {task.name: _fault(task, device, metric) for task in own}
+    found = {task.name: _fault(task, device, metric, warn) for task in own}
     return {name: fault for name, fault in found.items() if fault}
 
 
-def _fault(task: Task, device: torch.device, metric: str) -> str:
-    fault, found = _called(task, device, trains=True)
+def _fault(task: Task, device: torch.device, metric: str, warn: Callable[[str], None]) -> str:
+    fault, found, loss = _called(task, device, trains=True)
+    if not fault and not math.isfinite(loss):
+        warn(f"{task.name}: objective: the loss of made-up log-probabilities is {loss}")
     lacking = {} if fault else _lacking(task, metric, found)
     if lacking:  # evaluations call it without gradients, which may have metrics of their own
-        fault, found = _called(task, device, trains=False)
+        fault, found, _ = _called(task, device, trains=False)
         lacking = {} if fault else _lacking(task, metric, found)
     return next((not_measured(*one, found) for one in lacking.items()), fault)
 
@@ -46,8 +55,8 @@ def not_measured(key: str, metric: str, found: Collection[str]) -> str:
     return f"{key}: {metric} is not measured; metrics: {', '.join(found)}"
 
 
-def _called(task: Task, device: torch.device, *, trains: bool) -> tuple[str, list[str]]:
-    """Returns why a task's objective fails, or nothing, and the names of the metrics of an evaluation."""
+def _called(task: Task, device: torch.device, *, trains: bool) -> tuple[str, list[str], float]:
+    """Returns why a task's objective fails, or nothing, its metrics' names in evaluations, and its loss."""
     samples = [task.data.samples[row] for row in task.plan.batch(0)]
     batch = pack({task.name: joined(task.name, samples, task.objective)})
     counts = batch.rows_of_owners()
@@ -55,8 +64,8 @@ def _called(task: Task, device: torch.device, *, trains: bool) -> tuple[str, lis
         counts, [1.0], [task.objective], batch.trained_lengths(), batch.facts, **_silent(batch, device)
     )
     with torch.set_grad_enabled(trains):
-        _, _, (metrics,), (fault,) = by_objective(_made_up(sum(counts), device), owners)
-    return fault, list(dict.fromkeys(["eval_loss", *(f"eval_{name}" for name in metrics)]))
+        _, (loss,), (metrics,), (fault,) = by_objective(_made_up(sum(counts), device), owners)
+    return fault, list(dict.fromkeys(["eval_loss", *(f"eval_{name}" for name in metrics)])), float(loss)
 
 
 def _silent(batch: PackedBatch, device: torch.device) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Validated(NamedTuple):
 def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
     """Reads, checks and loads all that a run needs before its first step; writes nothing.
 
-    Losses of one's own are called once, on made-up numbers. An ``output_dir`` that is not empty, and more
+    An ``output_dir`` that is not empty, and more
     memory than is free, are only warnings.
     """
     reporter = reporter or Reporter()
@@ -69,8 +69,10 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
         forecast = forecast_lines(prepared.engine, _first_group(config, prepared))
     trained = sum(p.numel() for p in prepared.engine.model.parameters()) if config.method == "full" else 0
     prepared.engine.close()
-    for name, fault in faults_of_own_losses(prepared.table.tasks, prepared.engine.device, metric).items():
-        prepared.table.refuse(name, fault)
+    if places:  # `prepare` knows of no sweep here
+        lacking = faults_of_own_losses(prepared.table.tasks, prepared.engine.device, metric)
+        for name, fault in lacking.items():
+            prepared.table.refuse(name, fault)
     plan = _plan(config, prepared, before, min(before, used_at_first(cpu)))
     plan = replace(plan, places=places) if plan else None
     free = free_memory(cpu)

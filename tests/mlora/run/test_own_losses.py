@@ -116,7 +116,7 @@ def test_one_that_fails_stops_its_own_adapter(
     data = run_data(tiny_base, tmp_path, pipeline={"stages": stages})
     first = data["adapters"][0]
     first |= {"eval_dataset": None, "eval_steps": None, "lora": first["lora"] | lora}
-    for name, options in (("good", {}), ("bad", {"fails_at": 5})):
+    for name, options in (("good", {}), ("bad", {"fails_at": 6})):  # the first call is a trial
         own = f"{name}_{stages}_{''.join(lora)}"
         write_loss(tmp_path, own)
         first["objective"] = {"name": f"{own}:loss", **options}
@@ -185,14 +185,38 @@ def test_objectives_with_odd_results_stop_their_own_adapters(
         assert (found.state, found.step, found.message) == ("stopped", 0, f"objective: {message}")
 
 
-def test_one_that_fails_in_its_first_evaluation(tiny_base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("call", "state"), [(1, "refused"), (2, "stopped")])
+def test_one_that_fails_at_once(tiny_base: Path, tmp_path: Path, call: int, state: str) -> None:
+    """In the trial call before training, or in its first evaluation."""
     data = run_data(tiny_base, tmp_path)
-    write_loss(tmp_path, "at_once")
-    data["adapters"][0]["objective"] = {"name": "at_once:loss", "fails_at": 1}
+    write_loss(tmp_path, f"at_once_{call}")
+    data["adapters"][0]["objective"] = {"name": f"at_once_{call}:loss", "fails_at": call}
     result = mlora.train(resolve_config(data, folder=tmp_path))
     first = result.adapters["first"]
-    assert (first.state, first.step, first.message[:29]) == ("stopped", 0, "objective: loss failed: NameE")
+    assert (first.state, first.message[:29]) == (state, "objective: loss failed: NameE")
     assert result.adapters["second"].state == "finished"
+
+
+def test_no_folder_where_all_losses_fail_at_once(tiny_base: Path, tmp_path: Path) -> None:
+    write_loss(tmp_path, "alone")
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"] = [data["adapters"][0] | {"objective": {"name": "alone:loss", "fails_at": 1}}]
+    with pytest.raises(RunError, match="every adapter was refused"):
+        mlora.train(resolve_config(data, folder=tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_of_made_up_numbers_that_is_none_is_a_warning(tiny_base: Path, tmp_path: Path) -> None:
+    (tmp_path / "nan_once.py").write_text(
+        "factors = [float('nan')]\n\n"
+        "def loss(rows):\n"
+        "    return -rows.sums() * (factors.pop() if factors else 1.0)\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0]["objective"] = "nan_once:loss"
+    result = mlora.train(resolve_config(data, folder=tmp_path), reporter=(told := Watching()))
+    assert result.adapters["first"].state == "finished"
+    assert "first: objective: the loss of made-up log-probabilities is nan" in told.lines
 
 
 def test_a_metric_that_is_not_a_number_is_left_out(tiny_base: Path, tmp_path: Path) -> None:

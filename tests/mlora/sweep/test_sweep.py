@@ -140,16 +140,21 @@ def test_metrics_of_an_objective_rank_trials(
     assert (tmp_path / "run" / "best" / best.name).read_bytes() == best.read_bytes()
 
 
-def test_a_metric_that_an_own_loss_lacks_stops_its_trials(data: dict[str, Any], tmp_path: Path) -> None:
+def test_a_metric_that_an_own_loss_lacks(data: dict[str, Any], tmp_path: Path) -> None:
+    """The sweep does not begin; a loss that reports it, too, lets it begin, and trials without it stop."""
     (tmp_path / "without.py").write_text("def loss(rows):\n    return -rows.sums(), {'one': rows.sums()}\n")
     data["sweep"] |= {"trials": 2, "metric": "two"}
     data["sweep"]["adapter"]["objective"] = "without:loss"
-    result = sweep(data, tmp_path)
-    assert result.status == "failed"
     message = "sweep.metric: eval_two is not measured; metrics: eval_loss, eval_one"
-    assert [(adapter.state, adapter.message) for adapter in result.adapters.values()] == [
-        ("stopped", message)
-    ] * 2
+    with pytest.raises(RunError, match=f"^no trial can be trained: {message}$"):
+        sweep(data, tmp_path)
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "within.py").write_text("def loss(rows):\n    return -rows.sums(), {'two': rows.sums()}\n")
+    data["sweep"] |= {"sampler": "grid", "trials": None}
+    data["sweep"]["search"] = {"objective": {"choice": ["without:loss", "within:loss"]}}
+    stopped, finished = sweep(data, tmp_path).adapters.values()
+    assert (stopped.state, stopped.message) == ("stopped", message)
+    assert finished.state == "finished"
 
 
 def test_trials_are_ranked_by_the_weights_that_they_leave(data: dict[str, Any], tmp_path: Path) -> None:
