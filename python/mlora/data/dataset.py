@@ -35,6 +35,7 @@ class Dataset:
     prompts: list[Prompt]
     warnings: list[str]  # one line for each reason to cut, leave out or doubt samples
     fingerprint: str  # SHA-256 of the file
+    path: str = ""
 
 
 def load_dataset(
@@ -116,7 +117,7 @@ def _finish(
     if not kept:
         raise RunError(f"{path}: no sample of the dataset {name!r} has a trained token: {'; '.join(counts)}")
     warnings = [f"dataset {name!r}: {count}" for count in counts]
-    return Dataset(kept, prompts, warnings, fingerprint(path))
+    return Dataset(kept, prompts, warnings, fingerprint(path), str(path))
 
 
 def fingerprint(path: str | Path) -> str:

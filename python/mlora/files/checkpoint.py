@@ -90,5 +90,7 @@ def load_checkpoint(
             continue
         return payload
     if paths:
-        raise RunError(f"{folder}: no checkpoint can be read; train anew with --overwrite")
+        raise RunError(
+            f"{folder}: no checkpoint can be read; train anew with `mlora train RUN.yaml --overwrite`"
+        )
     return None

@@ -210,7 +210,10 @@ class Metrics:
     def cut(self, size: int) -> None:
         """Keeps only the first `size` bytes; RunError if the file is shorter."""
         if os.fstat(self._file.fileno()).st_size < size:
-            raise RunError(f"{self._path}: is shorter than its checkpoint says; train anew with --overwrite")
+            raise RunError(
+                f"{self._path}: is shorter than its checkpoint says; train anew with "
+                "`mlora train RUN.yaml --overwrite`"
+            )
         with self._writing():
             self._file.truncate(size)
 

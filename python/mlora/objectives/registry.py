@@ -157,7 +157,12 @@ def reads_mismatched(spec: Any) -> bool:
 
 def digests_of(spec: Any) -> list[str]:
     """Returns the SHA-256 of each file of an own loss's code, as this process has read it."""
-    return list(sources_of(name_of(spec)).values())
+    return list(sources_of_loss(spec).values())
+
+
+def sources_of_loss(spec: Any) -> Mapping[str, str]:
+    """Returns the same by the files' paths."""
+    return sources_of(name_of(spec))
 
 
 def check_unchanged(spec: Any) -> None:

@@ -23,8 +23,8 @@ VERSION = 4
 _PATIENCE = 10.0  # seconds to wait for another process's transaction
 _ADVICE = {
     sqlite3.SQLITE_BUSY: "; another process is using it; try again later",
-    sqlite3.SQLITE_CORRUPT: "; restore an intact copy, or train anew with --overwrite",
-    sqlite3.SQLITE_NOTADB: "; restore an intact copy, or train anew with --overwrite",
+    sqlite3.SQLITE_CORRUPT: "; restore an intact copy, or train anew with `mlora train RUN.yaml --overwrite`",
+    sqlite3.SQLITE_NOTADB: "; restore an intact copy, or train anew with `mlora train RUN.yaml --overwrite`",
 }
 _RUN = ""  # no task has this name
 _TABLES = f"""
@@ -84,7 +84,7 @@ class TaskQueue:
         if found != VERSION:
             raise RunError(
                 f"{self._path}: was written by another version of mlora; use that one, or train anew with "
-                "--overwrite"
+                "`mlora train RUN.yaml --overwrite`"
             )
 
     def _version(self) -> int:

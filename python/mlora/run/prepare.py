@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,14 +30,14 @@ from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
 from mlora.objectives.options import ObjectiveError
-from mlora.objectives.registry import digests_of, name_of
+from mlora.objectives.registry import digests_of, name_of, sources_of_loss
 from mlora.offload.base_bytes import BaseBytes
 from mlora.optim.registry import optimizer_kind
 from mlora.planning.task_memory import LIMIT, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
 from mlora.run.preflight import check_blocks, check_folders
-from mlora.run.reporter import Reporter
+from mlora.run.reporter import Reporter, some
 from mlora.run.stages import Member, loading_fault, stage_0
 from mlora.run.task_table import TaskTable
 from mlora.run.trial_losses import faults_of_own_losses
@@ -108,7 +109,7 @@ def prepare(
         if kept.get(name) != losses.get(name):
             raise RunError(
                 f"sweep: the loss {name} changed since the checkpoint, and its trials could not be compared; "
-                "put its files back, or train anew with --overwrite"
+                "put its files back, or train anew with `mlora sweep RUN.yaml --overwrite`"
             )
     builder = TaskBuilder(config, base)
     tasks, refused, faults = _tasks(config, builder, checkpoint, came or {})
@@ -142,10 +143,10 @@ def prepare(
             decisions = Decisions(config, table)
             if checkpoint:
                 for task in table.alive():
-                    if fingerprints(task) != checkpoint["data"][task.name]:
+                    if changed := changed_input(task, checkpoint["data"][task.name]):
                         raise RunError(
-                            f"{task.name}: its data, labels or loss changed since the checkpoint; put them "
-                            "back, or train anew with --overwrite"
+                            f"{task.name}: {changed} changed since the checkpoint; put that back, or "
+                            "train anew with `mlora train RUN.yaml --overwrite`"
                         )
                 decisions.restore(checkpoint)
             else:
@@ -357,8 +358,29 @@ def losses_of(config: RunConfig) -> dict[str, list[str]]:
 
 def fingerprints(task: Task) -> list[str]:
     """Returns the SHA-256 of each of a task's data files, of its labels and of its own loss, as read."""
-    found = [data.fingerprint for data in (task.data, task.eval_data) if data is not None]
+    return [*_digests_of_data(task).values(), *digests_of(task.config.objective)]
+
+
+def _digests_of_data(task: Task) -> dict[str, str]:
+    """Returns the SHA-256 of a task's data files and of its labels, by what they are called in messages."""
+    found = {"its data": task.data, "its evaluation data": task.eval_data}
+    digests = {f"{what} ({data.path})": data.fingerprint for what, data in found.items() if data is not None}
     labels = {} if task.lora is None else labels_of(task.lora)
     if labels:
-        found.append(hashlib.sha256(json.dumps(labels, sort_keys=True).encode()).hexdigest())
-    return [*found, *digests_of(task.config.objective)]
+        file = task.config.init_from and Path(task.config.init_from) / "labels.json"
+        what = f"its labels ({file})" if file else "its labels"
+        digests[what] = hashlib.sha256(json.dumps(labels, sort_keys=True).encode()).hexdigest()
+    return digests
+
+
+def changed_input(task: Task, stored: Sequence[str]) -> str | None:
+    """Returns what is other than when `stored` was returned by `fingerprints`; None: nothing."""
+    if fingerprints(task) == stored:
+        return None
+    data = _digests_of_data(task)
+    changed = [what for (what, now), old in zip(data.items(), stored, strict=False) if now != old]
+    code, before = sources_of_loss(task.config.objective), set(stored[len(data) :])
+    files = [path for path, digest in code.items() if digest not in before]
+    if files:
+        changed.append(f"its loss ({some(files)})")
+    return " and ".join(changed) or "the files that its loss imports"

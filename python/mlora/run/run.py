@@ -191,13 +191,13 @@ def _came(
     if changed:
         raise RunError(
             f"{folder.config}: {changed} changed since the checkpoint; put it back, or train anew "
-            "with --overwrite"
+            "with `mlora train RUN.yaml --overwrite`"
         )
     for name, task in checkpoint["tasks"].items():
         if task["state"] == "finished" and not (folder.adapters / name).is_dir():
             raise RunError(
                 f"{name}: has ended, but {folder.adapters / name} is gone, and checkpoints hold adapters in "
-                "training only; put it back, or train anew with --overwrite"
+                "training only; put it back, or train anew with `mlora train RUN.yaml --overwrite`"
             )
     taken = checkpoint["decisions"]["taken"]
     came: dict[str, Mapping[str, Any]] = {
@@ -209,7 +209,7 @@ def _came(
     if lost:
         raise RunError(
             f"{folder.queue}: lacks {some(lost)}, which the checkpoint holds; put back the file that was "
-            "there, or train anew with --overwrite"
+            "there, or train anew with `mlora train RUN.yaml --overwrite`"
         )
     return came
 

@@ -151,7 +151,7 @@ def check_best_file(task: Task, folder: Path) -> None:
     if task.kept_step is not None and not (path := _best_path(task, folder)).is_file():
         raise RunError(
             f"{task.name}: its weights of step {task.kept_step}, the best so far, are gone: there is no "
-            f"{path}; put it back, or train anew with --overwrite"
+            f"{path}; put it back, or train anew with `mlora train RUN.yaml --overwrite`"
         )
 
 

@@ -199,7 +199,7 @@ def test_a_run_without_any_weights_says_so(base: Path, tmp_path: Path) -> None:
     for path in paths:
         path.unlink()
     told = Told()
-    with pytest.raises(RunError, match="no checkpoint can be read; train anew with --overwrite"):
+    with pytest.raises(RunError, match="no checkpoint can be read; train anew with `mlora train"):
         resume(tmp_path / "run", reporter=told)
     assert len(told.warnings) == len(paths)
     for line, path in zip(told.warnings, reversed(paths), strict=True):

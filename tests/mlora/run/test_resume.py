@@ -216,7 +216,7 @@ def test_an_unreadable_checkpoint_gives_way_to_the_one_before(whole: dict[str, A
     for path in list_checkpoints(tmp_path / "run" / "checkpoints"):
         path.write_bytes(b"no")
     (tmp_path / "run" / "summary.json").unlink()
-    with pytest.raises(RunError, match="no checkpoint can be read; train anew with --overwrite"):
+    with pytest.raises(RunError, match="no checkpoint can be read; train anew with `mlora train"):
         resume(tmp_path / "run")
 
 
@@ -286,7 +286,9 @@ def test_a_checkpoint_of_other_contents_is_one_line(
 def test_changed_data_is_refused(whole: dict[str, Any], tmp_path: Path) -> None:
     train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(5))
     write_jsonl(tmp_path / "one.jsonl", random_tokens(11, seed=77))
-    with pytest.raises(RunError, match="first: its data, labels or loss changed since the checkpoint"):
+    with pytest.raises(
+        RunError, match=r"first: its data \(\S+one\.jsonl\) changed since the checkpoint; put"
+    ):
         resume(tmp_path / "run")
 
 
