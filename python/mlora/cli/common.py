@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlora.cli.output import guarded_output
-from mlora.cli.tables import print_rows, result_table
+from mlora.cli.tables import print_lines, print_rows, result_table
 from mlora.cluster.imports import no_collection
 from mlora.errors import RunError
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from mlora.run.reporter import Reporter
     from mlora.run.stages import Member
     from mlora.tasks.result import RunResult
+
+ONE_STAGE = "use one stage"
+"""How refusals end that hold over several stages only."""
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's output_dir")]
 
@@ -131,17 +134,34 @@ def finish(result: RunResult) -> None:
         print(f"interrupted; continue with: mlora resume {result.output_dir}")
     else:
         print(f"{result.status} in {result.seconds:.0f} s: {result.output_dir}")
-        if not sweep and any(adapter.state == "refused" for adapter in result.adapters.values()):
-            print(
-                "to train a refused adapter after all, correct it, give it another name and submit it: "
-                f"`mlora submit {result.output_dir} TASK.yaml`, then `mlora resume {result.output_dir}`"
-            )
+        if not sweep:
+            print_lines(how_to_train_again(result))
         if has_news(folder.queue):
             print(f"new requests came meanwhile; take them with: mlora resume {result.output_dir}")
         elif result.status == "paused":
             paused = [name for name, adapter in result.adapters.items() if adapter.state == "paused"]
             print(f"only paused tasks remain; continue with {how_to_go_on(result.output_dir, paused)}")
     raise typer.Exit(result.exit_code)
+
+
+def how_to_train_again(result: RunResult) -> list[str]:
+    """Returns a line on what to do about adapters that were refused or stopped, if there are any."""
+    ended = [adapter for adapter in result.adapters.values() if adapter.state in ("refused", "stopped")]
+    if not ended:
+        return []
+    kinds = " or ".join(sorted({adapter.state for adapter in ended}))
+    submit, resume = f"mlora submit {result.output_dir} TASK.yaml", f"mlora resume {result.output_dir}"
+    line = (
+        f"to train a {kinds} adapter after all, correct what its error names, give it another name and "
+        f"submit it: `{submit}`, then `{resume}`"
+    )
+    if any(ONE_STAGE in adapter.message for adapter in ended):
+        line += f"; one that needs one stage goes on with `{resume} --set pipeline.stages=1`"
+    stopped = [adapter for adapter in ended if adapter.state == "stopped"]
+    if any(adapter.saved_step is None for adapter in stopped):
+        line += "; it begins anew: no weights of a stopped adapter are kept"
+        line += ", but those of its best evaluation" if any(a.saved_step for a in stopped) else ""
+    return [line]
 
 
 def how_to_go_on(path: Path, paused: list[str]) -> str:

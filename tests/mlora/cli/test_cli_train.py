@@ -1,14 +1,19 @@
 """`mlora train`: what it prints, what it overwrites, and one clear line for every bad input."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from command_line import Run, bad_line, only_line
+from mlora.cli.common import how_to_train_again
 from mlora.files.run_folder import Metrics
+from mlora.objectives import function_file
 from mlora.run.prepare import prepare
+from mlora.tasks.result import AdapterResult, RunResult
 from safetensors.torch import load_file
 from tiny_run import run_data, write_run
 
@@ -169,3 +174,46 @@ def test_saved_adapters_hold_finite_weights(trained: Path) -> None:
         weights = load_file(trained / "adapters" / name / "adapter_model.safetensors")
         assert all(tensor.isfinite().all() for tensor in weights.values())
         assert any(tensor.abs().max() > 0 for key, tensor in weights.items() if "lora_B" in key)
+
+
+def test_a_run_says_how_to_train_a_stopped_adapter_after_all(
+    run: Run, tiny_base: Path, tmp_path: Path
+) -> None:
+    """And so it goes: the corrected loss is submitted under another name."""
+    file = tmp_path / "breaks.py"
+    file.write_text(
+        "calls = []\n\ndef loss(rows):\n    calls.append(0)\n"
+        "    assert len(calls) < 6\n    return -rows.sums()\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"objective": "breaks:loss", "eval_dataset": None, "eval_steps": None}
+    first = data["adapters"][0]
+    result = run("train", write_run(tmp_path, data))
+    folder = tmp_path / "run"
+    assert re.search(r"^error: first: stopped at step [1-9]: objective: loss failed", result.stderr, re.M)
+    assert result.stdout.splitlines()[-1] == (
+        "to train a stopped adapter after all, correct what its error names, give it another name and submit "
+        f"it: `mlora submit {folder} TASK.yaml`, then `mlora resume {folder}`; it begins anew: no weights of "
+        "a stopped adapter are kept"
+    )
+    file.write_text("def loss(rows):\n    return -rows.sums()\n")
+    function_file._read.cache_clear()  # as in a new process
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(first | {"name": "again"}))
+    assert run("submit", folder, tmp_path / "task.yaml").exit_code == 0
+    result = run("resume", folder)
+    assert "again: finished at step" in result.stdout, result.stderr
+
+
+def test_what_a_stopped_or_refused_adapter_needs() -> None:
+    kept = AdapterResult("stopped", "saved as it was at step 2, the best", saved_step=2)
+    apart = AdapterResult("refused", "they are on different stages; use one stage")
+    found = [
+        how_to_train_again(RunResult("failed", Path("out"), 1.0, adapters))
+        for adapters in ({"a": kept}, {"a": kept, "b": apart}, {"c": AdapterResult("finished")})
+    ]
+    assert found[0][0].endswith("then `mlora resume out`")
+    assert found[1][0].startswith("to train a refused or stopped adapter after all")
+    assert found[1][0].endswith(
+        "one that needs one stage goes on with `mlora resume out --set pipeline.stages=1`"
+    )
+    assert found[2] == []
