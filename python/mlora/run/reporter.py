@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from mlora.tasks.result import shown_metrics
 from mlora.tasks.task import Task
-from mlora_ext.adapters.trained_parts import labels_of
+from mlora_ext.adapters.trained_parts import labels_of, task_of
 
 
 class Reporter:
@@ -92,8 +92,8 @@ def labels_told(task: Task, longest: int = 24) -> str:
     """Returns how many labels a task's head predicts, and their names; empty if it predicts none."""
     known = {} if task.lora is None else labels_of(task.lora)
     count = known.get("num_labels")
-    if not count:
-        return ""
+    if not count or task.lora is None or task_of(task.lora) == "QUESTION_ANS":
+        return ""  # an answer's two are no labels
     if known.get("problem_type") == "regression":
         return "a number" if count == 1 else f"{count} numbers"
     names = [name if name.isprintable() else repr(name) for name in known.get("label_names", ())]

@@ -62,7 +62,7 @@ def label_rules(
             raise RunError(f"{key}: task_type {task} needs format {OF_TASKS[task]}, got {format!r}")
         if format in OF_TASKS.values() and not classifies:
             kinds = " or ".join(one for one, wanted in OF_TASKS.items() if wanted == format)
-            raise RunError(f"{key}: format {format} needs lora.task_type: {kinds}")
+            raise RunError(f"{key}: format {format} needs {_task_asked(adapter, task, kinds)}")
     _check_metrics(adapter, task, classifies)
     if classifies and adapter.init_from and "num_labels" not in labels_of(lora):
         heads = " or ".join(task_heads(lora))
@@ -90,7 +90,16 @@ def _check_metrics(adapter: AdapterConfig, task: str, classifies: bool) -> None:
         if adapter.objective != "cross_entropy":
             raise RunError(f"objective: task_type {task} has a loss of its own; remove {adapter.objective!r}")
     elif adapter.best_rule is not None and adapter.best_rule.metric == "eval_accuracy":
-        raise RunError(f"metric_for_best_model: accuracy needs lora.task_type: {' or '.join(OF_TASKS)}")
+        needs = _task_asked(adapter, task, " or ".join(OF_TASKS))
+        raise RunError(f"metric_for_best_model: accuracy needs {needs}")
+
+
+def _task_asked(adapter: AdapterConfig, task: str, kinds: str) -> str:
+    """Returns where an adapter's task is to be one of these kinds: in its `lora`, or in its folder."""
+    if adapter.init_from is None:
+        return f"lora.task_type: {kinds}"
+    has = "no task_type" if task == "None" else f"task_type {task}"
+    return f"an init_from of task_type {kinds}; {adapter.init_from} has {has}"
 
 
 def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path, find: Finds) -> LabelRules:

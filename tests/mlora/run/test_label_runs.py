@@ -1,7 +1,9 @@
 """Runs whose heads predict labels: what they save, as PEFT and Transformers read it, and what is refused."""
 
 import copy
+import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from limited_runs import Watching, interrupt
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.files.run_folder import read_metrics
+from mlora.run.reporter import PlainLines
 from mlora.run.run import resume, train
 from peft import PeftModel
 from tiny_run import write_jsonl
@@ -284,3 +287,25 @@ def test_refused_in_one_line(
     assert message.format(tmp_path) in found[name].message
     assert "\n" not in found[name].message
     assert [one.state for one in found.values()].count("finished") == 1
+
+
+def test_a_folder_of_another_task_and_one_of_answers(tiny_base: Path, tmp_path: Path) -> None:
+    """The message is about `init_from`, as there is no `lora`; an answer's start and end are no labels."""
+    data = run_of(tiny_base, tmp_path, ["mood", "where"])
+    data["defaults"]["max_steps"] = 1
+    plain = {"name": "plain", "dataset": "plain", "lora": LOW}
+    write_jsonl(tmp_path / "plain.jsonl", [{"input_ids": [4, 5, 6]}] * 3)
+    data["datasets"].append({"name": "plain", "path": "plain.jsonl", "format": "tokens"})
+    data["adapters"].append(plain)
+    assert train(resolve_config(data, folder=tmp_path)).status == "finished"
+    adapters = tmp_path / "run" / "adapters"
+    again = data | {"output_dir": "again", "adapters": []}
+    for name, dataset in (("plain", "mood"), ("where", "where")):
+        again["adapters"].append({"name": name, "dataset": dataset, "init_from": str(adapters / name)})
+    out, err = io.StringIO(), io.StringIO()
+    train(resolve_config(again, folder=tmp_path), reporter=PlainLines(out, err))
+    assert err.getvalue() == (
+        "error: plain: refused: dataset: format classification needs an init_from of task_type SEQ_CLS or "
+        f"TOKEN_CLS; {adapters / 'plain'} has task_type CAUSAL_LM\n"
+    )
+    assert re.search(r"^where: \d+ samples, 1 steps$", out.getvalue(), re.M), out.getvalue()
