@@ -110,3 +110,13 @@ def test_nothing_changes_where_all_is_tied_already(fields: dict[str, Any]) -> No
     names = [[(key, type(module)) for key, module in model.named_modules()] for model in found]
     assert names[0] == names[1]
     assert list(mx.adapter_parameters(found[0], "a")) == list(mx.adapter_parameters(found[1], "a"))
+
+
+@pytest.mark.parametrize("fields", [{"target_modules": ["embed_tokens"]}, {"trainable_token_indices": [4]}])
+def test_a_copy_of_the_tied_head_counts_for_the_embedding(fields: dict[str, Any]) -> None:
+    """Another adapter cannot train parts of it; without `ensure_weight_tying` it can train low-rank ones."""
+    model = mx.convert_model(tied(), {"a": copy.deepcopy(BOTH["a"])})
+    with pytest.raises(ValueError, match=r"layer model\.embed_tokens: adapter 'a' trains a copy of it and"):
+        mx.add_adapter(model, "b", lora(**fields))
+    low_rank = lora(target_modules=["embed_tokens"])
+    mx.convert_model(tied(), {"a": copy.deepcopy(BOTH["b"]), "b": low_rank})
