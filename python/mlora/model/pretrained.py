@@ -22,7 +22,13 @@ from transformers import (
 
 from mlora.config.quantization_config import QuantizationConfig
 from mlora.model.base_info import check_base, quantization_of
-from mlora.model.quantization import quantizer_of, transformers_config, with_kernel
+from mlora.model.quantization import (
+    group_size,
+    prepare_skeleton,
+    quantizer_of,
+    transformers_config,
+    with_kernel,
+)
 
 _CPU = torch.device("cpu")
 
@@ -40,6 +46,8 @@ def load_whole(
     check_base(source)
     config = _config(source)
     quantizer = quantizer_of(source, config, quantization, dtype, device)
+    if quantizer is not None and group_size(quantizer):
+        prepare_skeleton(skeleton(source, dtype), quantizer, dtype, device)  # checks the widths
     more: dict[str, Any] = {} if quantizer is None else {"device_map": {"": device}}
     if quantization is not None:
         more["quantization_config"] = transformers_config(quantization, dtype)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
@@ -119,9 +120,29 @@ def transformers_config(chosen: QuantizationConfig | None, dtype: torch.dtype) -
 def prepare_skeleton(
     model: PreTrainedModel, quantizer: HfQuantizer, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Replaces layers of a model without weights by those that hold quantised ones."""
+    """Replaces layers of a model without weights by those that hold quantised ones.
+
+    Raises RunError if the numbers that share a scale do not divide a layer's width.
+    """
     model.hf_quantizer = quantizer  # type: ignore[assignment]
     quantizer.preprocess_model(model, dtype=dtype, device_map={"": device}, checkpoint_files=None)
+    size = group_size(quantizer)
+    for name, module in model.named_modules() if size else ():
+        if not isinstance(module, nn.Linear) or module.in_features % size == 0:
+            continue
+        if quantizer.param_needs_quantization(model, f"{name}.weight"):
+            raise RunError(
+                f"quantization.group_size: {size} does not divide {module.in_features}, the width of {name}; "
+                "choose a divisor of the widths of all linear layers"
+            )
+
+
+def group_size(quantizer: HfQuantizer) -> int:
+    """Returns how many neighbouring numbers share a scale where torchao makes the weights; else 0."""
+    how: Any = getattr(quantizer.quantization_config, "quant_type", None)
+    if quantizer.pre_quantized:
+        return 0
+    return int(getattr(getattr(how, "granularity", None), "group_size", 0))
 
 
 def finish_reading(model: PreTrainedModel) -> None:

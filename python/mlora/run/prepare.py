@@ -315,7 +315,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         line = loading_fault(error)
         if line.startswith("stages:"):
             line = f"pipeline.{'partition' if config.pipeline.partition else 'stages'}:{line[7:]}"
-        named = line.startswith(("base_", "pack_base", "pipeline.", "offload.", "quantization:"))
+        named = line.startswith(("base_", "pack_base", "pipeline.", "offload.", "quantization"))
         raise RunError(line if named else f"base_model: cannot load {config.base_model}: {line}") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

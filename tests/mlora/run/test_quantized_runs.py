@@ -203,3 +203,20 @@ def test_weights_that_do_not_fit_their_config(saved: dict[str, Path], tmp_path: 
     with pytest.raises(RunError, match=r"^base_model: ") as caught:
         validate(resolve_config(run_data(wrong, tmp_path), folder=tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("method", ["torchao-int8", "torchao-int4"])
+def test_a_group_size_that_does_not_divide_a_width(
+    base: Path, tmp_path: Path, method: str, stages: int
+) -> None:
+    """The head, which is not quantised, does not count."""
+    how = {"method": method, "group_size": 48}
+    data = run_data(base, tmp_path, quantization=how, pipeline={"stages": stages})
+    with pytest.raises(
+        RunError,
+        match=r"^quantization\.group_size: 48 does not divide 64, the width of model\.layers\.0\.self_attn"
+        r"\.q_proj; choose a divisor of the widths of all linear layers$",
+    ):
+        mlora.train(resolve_config(data, folder=tmp_path))
+    assert not (tmp_path / "run").exists()
