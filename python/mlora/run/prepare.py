@@ -137,7 +137,7 @@ def prepare(
             decisions = Decisions(config, table)
             if checkpoint:
                 for task in table.alive():
-                    if fingerprints(task) != checkpoint["data"][task.name]:
+                    if not _is_as_in(checkpoint, task):
                         raise RunError(
                             f"{task.name}: its data, labels or loss changed since the checkpoint; put them "
                             "back, or train anew with --overwrite"
@@ -334,6 +334,16 @@ def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
         return TypeAdapter(Progress).validate_python(checkpoint["tasks"][name])
     except ValidationError as error:
         raise RunError(f"{name}: cannot be restored: tasks.{name}.{first_fault(error)}") from error
+
+
+def _is_as_in(checkpoint: Mapping[str, Any], task: Task) -> bool:
+    """Whether a task's data, labels and loss are those of a checkpoint.
+
+    One of an earlier version may have the digest of a loss's own file without those of files that it imports.
+    """
+    now, kept = fingerprints(task), checkpoint["data"][task.name]
+    imported = len(digests_of(task.config.objective)[1:])
+    return now == kept or ("losses" not in checkpoint and now[: len(now) - imported] == kept)
 
 
 def losses_of(config: RunConfig) -> dict[str, list[str]]:
