@@ -143,7 +143,8 @@ def prepare(
             decisions = Decisions(config, table)
             if checkpoint:
                 for task in table.alive():
-                    if changed := changed_input(task, checkpoint["data"][task.name]):
+                    if not _is_as_in(checkpoint, task):
+                        changed = changed_input(task, checkpoint["data"][task.name])
                         raise RunError(
                             f"{task.name}: {changed} changed since the checkpoint; put that back, or "
                             "train anew with `mlora train RUN.yaml --overwrite`"
@@ -345,6 +346,16 @@ def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
         raise RunError(f"{name}: cannot be restored: tasks.{name}.{first_fault(error)}") from error
 
 
+def _is_as_in(checkpoint: Mapping[str, Any], task: Task) -> bool:
+    """Whether a task's data, labels and loss are those of a checkpoint.
+
+    One of an earlier version may have the digest of a loss's own file without those of files that it imports.
+    """
+    now, kept = fingerprints(task), checkpoint["data"][task.name]
+    imported = len(digests_of(task.config.objective)[1:])
+    return now == kept or ("losses" not in checkpoint and now[: len(now) - imported] == kept)
+
+
 def losses_of(config: RunConfig) -> dict[str, list[str]]:
     """Returns the SHA-256 of each file of the own losses that trials of a sweep may have, by their names."""
     found: dict[str, list[str]] = {}
@@ -373,10 +384,8 @@ def _digests_of_data(task: Task) -> dict[str, str]:
     return digests
 
 
-def changed_input(task: Task, stored: Sequence[str]) -> str | None:
-    """Returns what is other than when `stored` was returned by `fingerprints`; None: nothing."""
-    if fingerprints(task) == stored:
-        return None
+def changed_input(task: Task, stored: Sequence[str]) -> str:
+    """Returns what differs from the `stored` result of `fingerprints`; at least one part does."""
     data = _digests_of_data(task)
     changed = [what for (what, now), old in zip(data.items(), stored, strict=False) if now != old]
     code, before = sources_of_loss(task.config.objective), set(stored[len(data) :])
