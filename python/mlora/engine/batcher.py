@@ -311,6 +311,7 @@ class Batcher:
         try:
             for batch in batches:
                 packed = [self._pack(piece, None) for piece in self._pieces(self._joined(batch))]
+                self._flush(*(name for part in packed for name in part.all_owners))
                 under_way.append([(part, self._enter(part, train=False)) for part in packed])
                 self._count_evaluation(under_way[-1], 1)
                 if len(under_way) == 2 * self.stages * self.replicas:
@@ -370,6 +371,7 @@ class Batcher:
         samples = {
             name: [Sample(tuple(ids), tuple(ids)) for ids in prompts] for name, prompts in batches.items()
         }
+        self._flush(*(str(name) for name in batches if name not in (None, BASE)))
         for part in self._pieces(samples):
             prompts = {name: [sample.input_ids for sample in own] for name, own in part.items()}
             packed = pack_prompts(prompts, device=self.device)
@@ -459,12 +461,11 @@ class Batcher:
         """Lets a micro-batch enter the pipeline; returns None if it has nothing to compute.
 
         In traces, `stream` joins the micro-batches of one batch. `start` as in `StageWorker.forward`. Rows
-        without an adapter go to `replica`.
+        without an adapter go to `replica`. Without `train`, only the last stage answers: call `_flush` before
+        the first micro-batch of the batch, which tells of failed optimizers.
         """
         if not batch.rows.numel():
             return None
-        if not train:  # no stage answers such a micro-batch but the last
-            self._flush(*batch.all_owners)
         adapters = [name for name in batch.names if name != BASE]
         common: dict[str, Any] = {
             "rows": batch.description(),

@@ -91,6 +91,10 @@ class FailingAtLast(Failing):
     fails_after = 5
 
 
+class FailingAtFirst(Failing):
+    fails_after = 0
+
+
 UNSEEN: dict[str, Any] = {"eval_dataset": None, "eval_steps": None}
 BEST = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
 
@@ -162,6 +166,33 @@ def test_an_engine_names_the_adapter_and_goes_on(tiny_base: Path) -> None:
             engine.remove_adapter("bad")
         assert engine.optim_step("good").grad_norm > 0
         assert engine.evaluate({"good": [sample]})["good"].finite
+
+
+def test_an_evaluation_in_pieces_leaves_none_under_way(
+    tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer of the second piece's adapter fails: the first piece has not entered then."""
+    register_optimizer("failing", FailingAtFirst)
+    sample = Sample((5, 6, 7, 8), (5, 6, 7, 8))
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    asked: list[Callable[[], object]] = [
+        lambda: engine.evaluate({"good": [sample], "bad": [sample]}),
+        lambda: engine.next_tokens({"good": [[5, 6]], "bad": [[5, 6]]}),
+    ]
+    with Engine(str(tiny_base), stages=2) as engine:
+        monkeypatch.setattr(engine, "_cut", lambda batch, least: [{key: batch[key]} for key in batch])
+        engine.create_adapter("good", lora, OptimConfig(lr_scheduler_type="constant"))
+        for ask in asked:
+            engine.create_adapter("bad", lora, OptimConfig(optim="failing", lr_scheduler_type="constant"))
+            engine.forward_backward({"bad": [sample]})
+            engine.optim_step("bad")
+            with pytest.raises(OptimizerError, match="adapter 'bad': its optimizer"):
+                ask()
+            assert not engine._pipeline._under_way
+            assert engine.idle
+            engine.remove_adapter("bad")
+        assert engine.evaluate({"good": [sample]})["good"].finite
+        assert not engine._pipeline._results
 
 
 def test_its_state_counts_in_the_memory_that_a_task_needs(tiny_base: Path) -> None:
