@@ -83,6 +83,8 @@ class Batcher:
             ValueError: if a name is unknown, or a sample is malformed.
             LossError: if an adapter's objective failed. That adapter loses what it has accumulated; the
                 others have their gradients.
+            OptimizerError: if the optimizer of an adapter of the batch failed in an earlier step. Remove that
+                adapter; the others have their gradients.
             Exception: what the model raises, such as `torch.OutOfMemoryError`. A single stage goes on, and
                 the batch's adapters lose what they have accumulated, also from earlier batches.
         """
@@ -190,16 +192,15 @@ class Batcher:
 
         Args:
             future: of `start`; batches end in the order in which they started.
-            raises: whether a failed objective is an error. If not, see `BatchResult.fault`.
+            raises: whether a failed objective or optimizer is an error. If not, see `BatchResult.fault`.
 
         Returns:
             Results by adapter name.
 
         Raises:
             ValueError: if the batch is not under way, as after an error in one that started before it.
-            OptimizerError: if an adapter's optimizer failed on a stage, which made the step just before the
-                batch. Remove the adapter then.
-            Exception: as `forward_backward`.
+            LossError, OptimizerError, Exception: as `forward_backward`. Over several stages, a stage may have
+                made the step that failed just before this batch.
         """
         results: dict[str, BatchResult] = {}
         for place, (batch, number) in enumerate(future.parts):
@@ -224,16 +225,11 @@ class Batcher:
             after = self.memory_after if self._states.idle else ()
             self._admission.passed(future.measured, self.peak_memory, after)
             self._admission.left(id(future))
-        failed = [name for name in results if self._states[name].fault]
-        for name in failed:
-            reason = self._states[name].fault.partition(": ")[2]
-            results[name] = replace(results[name], loss_sum=math.nan, fault=reason)
+        results = self._with_failed(results)
         for name in (name for name, result in results.items() if result.fault):
             self._states[name].leave(Update())
-        if raises and failed:
-            raise OptimizerError(self._states[failed[0]].fault)
         if raises:
-            _raise_faults(results)
+            self._raise_faults(results)
         return results
 
     def settle(self, names: Sequence[str]) -> dict[str, str]:
@@ -261,8 +257,30 @@ class Batcher:
 
     def _flush(self, *names: str) -> None:
         """Makes the stages apply decided updates, if they have not; raises OptimizerError if one failed."""
-        for message in self.settle(names).values():
-            raise OptimizerError(message)
+        self.settle(names)
+        self._raise_failed(names)
+
+    def _raise_failed(self, names: Iterable[str]) -> None:
+        """Raises OptimizerError for the first adapter whose optimizer has failed; the base has none."""
+        for name in names:
+            if name in self._states and self._states[name].fault:
+                raise OptimizerError(self._states[name].fault)
+
+    def _raise_faults(self, results: Mapping[str, BatchResult]) -> None:
+        """Raises OptimizerError if an optimizer has failed, LossError if an objective has."""
+        self._raise_failed(results)
+        for name, result in results.items():
+            if result.fault:
+                raise LossError(f"adapter {name!r}: {result.fault}")
+
+    def _with_failed(self, results: Mapping[str, BatchResult]) -> dict[str, BatchResult]:
+        """Returns results in which adapters whose optimizer has failed have the reason and no loss."""
+        found = dict(results)
+        for name in results:
+            if name in self._states and self._states[name].fault:
+                reason = self._states[name].fault.partition(": ")[2]
+                found[name] = replace(results[name], loss_sum=math.nan, fault=reason)
+        return found
 
     def _note_failures(self, of_stages: Iterable[Mapping[str, str]]) -> None:
         """Notes which optimizers have failed; of several stages the first one counts."""
@@ -289,6 +307,8 @@ class Batcher:
         Raises:
             ValueError: if a name is unknown, or a sample is malformed.
             LossError: if an adapter's objective failed.
+            OptimizerError: if the optimizer of an adapter of the batch failed in an earlier step; nothing of
+                the batch has been computed then. Remove that adapter.
         """
         return next(self.evaluate_each([batches]))
 
@@ -305,13 +325,15 @@ class Batcher:
             The results of each batch, in their order.
 
         Raises:
-            ValueError, LossError: as `evaluate`.
+            ValueError, LossError, OptimizerError: as `evaluate`.
         """
         under_way: deque[_Parts] = deque()
         try:
             for batch in batches:
                 packed = [self._pack(piece, None) for piece in self._pieces(self._joined(batch))]
-                self._flush(*(name for part in packed for name in part.all_owners))
+                self.settle([name for part in packed for name in part.all_owners])
+                if raises:  # not for adapters that the batch only reads, as in training
+                    self._raise_failed(name for part in packed for name in part.names)
                 under_way.append([(part, self._enter(part, train=False)) for part in packed])
                 self._count_evaluation(under_way[-1], 1)
                 if len(under_way) == 2 * self.stages * self.replicas:
@@ -332,8 +354,9 @@ class Batcher:
                     found[name] = found[name].plus(result) if name in found else result
             stack.pop_all()
         self._count_evaluation(under_way.popleft(), -1)
+        found = self._with_failed(found)
         if raises:
-            _raise_faults(found)
+            self._raise_faults(found)
         return found
 
     def _forget(self, under_way: deque[_Parts]) -> None:
@@ -359,6 +382,7 @@ class Batcher:
         Raises:
             ValueError: if a name is unknown, a sequence is empty, or an adapter predicts numbers, several
                 labels at once, or answers.
+            OptimizerError: as `evaluate`.
         """
         for owner in batches:
             objective = None if owner in (None, BASE) else self._states.of(str(owner)).objective
@@ -536,13 +560,6 @@ class Batcher:
                 loss, fault = math.nan, batch.faults[name]
             found[name] = BatchResult(loss, batch.tokens[name], units, totals, counts, fault)
         return result.notes, found
-
-
-def _raise_faults(results: Mapping[str, BatchResult]) -> None:
-    """Raises LossError if an objective failed."""
-    for name, result in results.items():
-        if result.fault:
-            raise LossError(f"adapter {name!r}: {result.fault}")
 
 
 def _only_read(batch: PackedBatch) -> list[str]:

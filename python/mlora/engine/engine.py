@@ -212,6 +212,7 @@ class Engine(Batcher):
 
         Raises:
             ValueError: a name is unknown, a sample is malformed, or `device_memory` is too small.
+            LossError, OptimizerError: as `forward_backward`.
         """
         self._every("watch")
         self.finish(self.start(batches, whole=True))
@@ -560,6 +561,7 @@ class Engine(Batcher):
 
         Raises:
             ValueError: if there is no adapter of this name, or a batch of it is under way.
+            OptimizerError: if its optimizer failed in an earlier step. Remove the adapter.
         """
         adapter = self._states.at_rest(name)
         self._flush(name)
@@ -577,6 +579,7 @@ class Engine(Batcher):
 
         Raises:
             ValueError: if there is no such adapter, or a batch of it is under way.
+            OptimizerError: if its optimizer failed in an earlier step. Remove the adapter.
         """
         adapter = self._states.at_rest(name)
         self._flush(name)
@@ -638,6 +641,7 @@ class Engine(Batcher):
 
         Raises:
             ValueError: if there is no adapter of this name, or a batch of it is under way.
+            OptimizerError: if its optimizer failed in an earlier step. Remove the adapter.
         """
         self._states.at_rest(name)
         self._flush(name)
@@ -655,6 +659,8 @@ class Engine(Batcher):
 
         Raises:
             ValueError: if there is no adapter of this name, or the weights are those of another one.
+            OptimizerError: if its optimizer failed in an earlier step, unless `weights` are given. Remove the
+                adapter.
             OSError: if the folder cannot be written.
         """
         weights = self.weights(name) if weights is None else weights
