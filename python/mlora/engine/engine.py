@@ -417,17 +417,18 @@ class Engine(Batcher):
         own = self._states[name]
         with ExitStack() as unless_put:
             unless_put.callback(self.remove_adapter, name)
-            start = self._name_of_start(name, folder)
+            digest = _digest(self.weights(name))
+            start = self._name_of_start(name, digest, folder)
             if not self._states.users_of(start):
                 more: dict[str, Any] = {"seed": 0, "replica": own.replica, "init_from": folder}
                 self._put(start, None, optim, objective=CROSS_ENTROPY, trained=False, **more)
             unless_put.pop_all()
-        own.start, own.start_digest = start, _digest(self.weights(start))
+        own.start, own.start_digest = start, digest
 
-    def _name_of_start(self, name: str, folder: Any) -> str:
+    def _name_of_start(self, name: str, digest: str, folder: Any) -> str:
         """Returns the name of the weights that a new adapter has from a folder, by what they are."""
         config = plain_lora(read_config(Path(os.fspath(folder))))
-        facts = [_digest(self.weights(name)), config, self._states[name].replica]
+        facts = [digest, config, self._states[name].replica]
         found = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
         return f"{START} {found[:16]}"
 

@@ -367,17 +367,27 @@ def test_adapters_share_their_start(tmp_path: Path) -> None:
     assert engine.adapters == ["old", "other", "c", "a", "b"]
 
 
-def test_the_digest_of_a_start_is_that_of_its_weights(tmp_path: Path) -> None:
-    """Checkpoints hold it, so it stays as it is."""
+def test_the_digest_of_a_start_is_that_of_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints hold it, so it stays as it is. It is computed once for each adapter."""
     engine = Engine(make("llama"), seed=1)
     engine.create_adapter("old", LoraConfig(**LORA), OPTIM)
     engine.save("old", tmp_path)
     spec = {"name": "dpo", "reference": "init_from"}
-    engine.create_adapter("own", None, OPTIM, objective=spec, init_from=tmp_path)
+    gathered: list[str] = []
+    weights = engine.weights
+    monkeypatch.setattr(engine, "weights", lambda name: gathered.append(name) or weights(name))
+    for name in ("own", "shares"):
+        engine.create_adapter(name, None, OPTIM, objective=spec, init_from=tmp_path)
+    assert gathered == ["own", "shares"]
+    (start,) = (name for name in router_of(engine.model).adapters if name.startswith("init_from "))
+    assert all(torch.equal(one, weights("own")[key]) for key, one in weights(start).items())
     found = hashlib.sha256()
     for key, tensor in sorted(load_file(tmp_path / "adapter_model.safetensors").items()):
         found.update(key.encode() + tensor.contiguous().numpy().tobytes())
-    assert engine.state_dict("own")["start_digest"] == found.hexdigest()
+    for name in ("own", "shares"):
+        assert engine.state_dict(name)["start_digest"] == found.hexdigest()
 
 
 def test_a_start_takes_no_other_adapters_place(tmp_path: Path) -> None:
