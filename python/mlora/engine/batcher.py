@@ -14,22 +14,19 @@ from typing import Any
 import torch
 
 from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
-from mlora.data.preference import joined
 from mlora.data.record import Sample
 from mlora.engine.adapter_state import AdapterStates, BatchResult
 from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
+from mlora.engine.batch_samples import checked_samples
 from mlora.engine.stage_group import StageGroup
 from mlora.memory.estimate import MemorySample
 from mlora.objectives.custom import FailuresOfLoss, LossError
 from mlora.objectives.label_losses import LabelObjective, SingleLabel
-from mlora.objectives.objective import CrossEntropy, Objective
-from mlora.objectives.options import START
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.optimizer import OptimizerError
 from mlora.optim.step_rule import Update
 from mlora.pipeline.order import ALONE, RoundPosition
 
-_CROSS_ENTROPY = CrossEntropy()
 _Parts = Sequence[tuple[PackedBatch, int | None]]
 """Micro-batches, each with its number in the pipeline, or None if it has nothing to compute."""
 
@@ -126,7 +123,7 @@ class Batcher:
         replicas = {self._states[name].replica for name in batches}
         if len(replicas) > 1:
             raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
-        batches = self._joined(batches)
+        batches = checked_samples(self._states, batches)
         rows = {name: self._states[name].rows for name in batches}
         packed = []
         pieces = self._cut(batches, 1 if whole else self._micro_batches)
@@ -330,7 +327,8 @@ class Batcher:
         under_way: deque[_Parts] = deque()
         try:
             for batch in batches:
-                packed = [self._pack(piece, None) for piece in self._pieces(self._joined(batch))]
+                pieces = self._pieces(checked_samples(self._states, batch))
+                packed = [self._pack(piece, None) for piece in pieces]
                 self.settle([name for part in packed for name in part.all_owners])
                 if raises:  # not for adapters that the batch only reads, as in training
                     self._raise_failed(name for part in packed for name in part.names)
@@ -413,47 +411,6 @@ class Batcher:
             replica = 0 if name in (None, BASE) else self._states.of(name).replica
             found.setdefault(replica, {})[name] = rows
         return [piece for part in found.values() for piece in self._cut(part, 1)]
-
-    def _joined(self, batches: Batch) -> dict[Any, Sequence[Any]]:
-        """Returns what the adapters' samples become for their objectives; ValueError for the wrong kind."""
-        found: dict[Any, Sequence[Any]] = {}
-        for name, samples in batches.items():
-            objective = _CROSS_ENTROPY if name in (None, BASE) else self._states.of(name).objective
-            found[name] = joined(name or BASE, samples, objective)
-            self._check_reference(name, objective)
-            self._check_labels(name, found[name])
-        return found
-
-    def _check_labels(self, name: str | None, samples: Sequence[Any]) -> None:
-        """Raises ValueError for samples whose labels are not what the adapter predicts."""
-        objective = _CROSS_ENTROPY if name in (None, BASE) else self._states.of(str(name)).objective
-        for part in (part for sample in samples for part in sample.sequences):
-            if not isinstance(objective, LabelObjective):
-                if part.is_labelled:
-                    raise ValueError(
-                        f"adapter {name!r}: expected labels that are tokens, got a LabelledSample"
-                    )
-            elif not part.is_labelled:
-                raise ValueError(f"adapter {name!r}: expected a LabelledSample, got a {type(part).__name__}")
-            elif fault := objective.fault(part.labels, part.facts):
-                raise ValueError(f"adapter {name!r}: {fault}")
-
-    def _check_reference(self, name: str, objective: Objective) -> None:
-        """Raises ValueError if the adapter that an objective compares with is not beside this one."""
-        owner = objective.reference
-        if owner in (None, BASE, START):
-            return
-        known = self._states.get(str(owner))
-        if known is None or known.replica != self._states[name].replica:
-            raise ValueError(
-                f"adapter {name!r}: objective.reference: no adapter {objective.reference!r} on this engine"
-                f"{'' if known is None else ' and in its replica'}; create it first"
-            )
-        if isinstance(known.objective, LabelObjective):
-            raise ValueError(
-                f"adapter {name!r}: objective.reference: {objective.reference!r} is a classifier, which has "
-                "no log-probabilities of tokens"
-            )
 
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
         starts = {name: s.start for name in batches if (s := self._states.get(name)) and s.start is not None}

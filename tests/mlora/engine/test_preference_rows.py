@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from mlora.data.preference import Judged, Pair, joined
 from mlora.data.record import Sample, sequence_lengths
+from mlora.engine.batch_samples import checked_samples
 from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions, spans_of
@@ -336,7 +337,7 @@ def test_adapters_share_their_start(tmp_path: Path) -> None:
     assert frozen
     assert not any(p.requires_grad or p.grad is not None for p in frozen)
     data = pairs(3, 1)
-    packed = engine._pack(engine._joined({"a": data, "b": data, "c": data}), None)
+    packed = engine._pack(checked_samples(engine._states, {"a": data, "b": data, "c": data}), None)
     assert packed.silent is not None
     assert packed.silent.names == (shared, own)
     assert len(packed.silent.sequences) == 4 * len(data)
