@@ -178,8 +178,11 @@ def states(model: nn.Module, name: str) -> list[Tensor]:
     return [p.grad.clone() for p in mx.adapter_parameters(model, name).values()]
 
 
-def test_alone_as_beside_others_bit_for_bit() -> None:
-    """Also beside an adapter full of NaN; one row order, so that the base's products are the same."""
+def test_alone_as_beside_others() -> None:
+    """Bit for bit beside adapters full of NaN: the rows are the same ones.
+
+    Alone, DoRA's rows with dropout are fewer, and on some processors a product's rounding depends on that.
+    """
     model, _ = net_of()
     x = torch.randn(sum(LENGTHS), 20)
     y = packed(x, model, [*CONFIGS], LENGTHS, OWNERS)
@@ -197,10 +200,13 @@ def test_alone_as_beside_others_bit_for_bit() -> None:
                 alone = packed(x, model, [*CONFIGS], LENGTHS, OWNERS)
             else:
                 alone = packed(x, model, [name], LENGTHS, [o if o == name else None for o in OWNERS])
-            assert torch.equal(alone[rows], y[rows]), (name, ruined)
             alone[rows].square().sum().backward()
-            for one, other in zip(states(model, name), expected[name], strict=True):
-                assert torch.equal(one, other), (name, ruined)
+            pairs = zip([alone[rows].detach(), *states(model, name)], [y[rows], *expected[name]], strict=True)
+            for one, other in pairs:
+                if ruined:
+                    assert torch.equal(one, other), name
+                else:
+                    assert_same_up_to_rounding(one, other.detach(), name)
             if ruined:
                 model.load_state_dict(saved)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mlora.config.sections import OF_TASKS
 from mlora.errors import spelt_alike
 from mlora.objectives.registry import CROSS_ENTROPY, metrics_of, name_of
 
+NEEDS_CLASSIFIER = f"accuracy needs lora.task_type: {' or '.join(OF_TASKS)}"
+OF_REGRESSION = "a regression has no accuracy; use loss"
 FIELDS = ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model")
 
 

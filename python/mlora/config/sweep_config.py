@@ -10,11 +10,18 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from mlora.config.best_rule import greater_is_better, metric_key, unknown_metric
+from mlora.config.best_rule import (
+    NEEDS_CLASSIFIER,
+    OF_REGRESSION,
+    greater_is_better,
+    metric_key,
+    unknown_metric,
+)
 from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
+from mlora.config.sections import OF_TASKS
 from mlora.config.strict import Strict, resolve_path, wrong_key
 from mlora.objectives.options import ObjectiveError
-from mlora.objectives.registry import with_place
+from mlora.objectives.registry import CROSS_ENTROPY, name_of, with_place
 
 MOST_TRIALS = 10_000
 NAMED = "the run names its trials by their numbers; remove this key"
@@ -43,6 +50,16 @@ def _found_choices(key: str, leaf: Any, info: ValidationInfo) -> Any:
     if key == "objective" and "name" in leaf:
         return {**leaf, "name": _found_choices(key, leaf["name"], info)}
     return leaf
+
+
+def _no_accuracy(sample: Mapping[str, Any]) -> str | None:
+    """Returns why an adapter of cross-entropy measures no accuracy; None: it may, or its folder says."""
+    lora = sample.get("lora")
+    if sample.get("init_from"):
+        return None
+    if not isinstance(lora, Mapping) or lora.get("task_type") not in tuple(OF_TASKS):
+        return NEEDS_CLASSIFIER
+    return OF_REGRESSION if sample.get("problem_type") == "regression" else None
 
 
 class SweepConfig(Strict):
@@ -144,7 +161,10 @@ class SweepConfig(Strict):
         for sample in self.samples():
             with suppress(ObjectiveError):  # what is wrong with the objective itself is told with its trials
                 objective = sample.get("objective", defaults["objective"])
-                if reason := unknown_metric(self.metric, objective):
+                reason = unknown_metric(self.metric, objective)
+                if reason is None and self.metric == "eval_accuracy" and name_of(objective) == CROSS_ENTROPY:
+                    reason = _no_accuracy(sample)
+                if reason:
                     raise wrong_key("sweep.metric", reason)
         if self.pruner != "none" and given.get("eval_steps") is None:
             raise wrong_key("sweep.adapter.eval_steps", "is missing; the pruner acts after each evaluation")

@@ -6,7 +6,7 @@ import hashlib
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import invalidate_caches
 from importlib.util import module_from_spec, spec_from_file_location
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from mlora.errors import first_line
+from mlora.objectives.imported_files import imported_files
 from mlora.objectives.options import ObjectiveError
 
 _SHARED = {*sys.stdlib_module_names, "__main__", "mlora", "mlora_ext"}
@@ -86,6 +87,20 @@ class _LossFile:
     sources: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class _Helpers:
+    """What loss files have imported from their folder: modules by name, and the code of files."""
+
+    modules: dict[str, ModuleType] = field(default_factory=dict)
+    sources: dict[Path, bytes] = field(default_factory=dict)
+
+
+@cache
+def _helpers_of(folder: Path) -> _Helpers:
+    """Returns the modules that all loss files of a folder share, as a process imports a module once."""
+    return _Helpers()
+
+
 @cache
 def _read(path: str) -> _LossFile:
     """Reads a file, once in a process, as an import does; it may import files beside it."""
@@ -94,50 +109,71 @@ def _read(path: str) -> _LossFile:
     assert spec is not None
     source = Path(path).read_bytes()  # what is hashed is what runs
     sys.modules[name] = module = module_from_spec(spec)
-    with _helpers_of(Path(path).absolute().parent) as helpers:
+    folder = Path(path).absolute().parent
+    with _imports_from(folder) as tops:
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
-    files = sorted({str(file) for helper in helpers.values() if (file := _file_of(helper)).suffix == ".py"})
-    return _LossFile(module, {path: _digest(source), **{file: _digest_of(file) for file in files}})
+        tops = {top for top in tops if not _hides(top, sys.modules.get(top))}
+        read = _helpers_of(folder).sources
+        files = sorted(imported_files(source, folder, tops, read))
+    return _LossFile(module, {path: _digest(source), **{str(file): _digest(read[file]) for file in files}})
 
 
 @contextmanager
-def _helpers_of(folder: Path) -> Iterator[dict[str, ModuleType]]:
-    """Lets imports find the files of a folder first; its value holds what was imported from it, at the end.
+def _imports_from(folder: Path) -> Iterator[set[str]]:
+    """Lets imports find the files of a folder first; its value is the names that they have at the top.
 
-    Nothing else sees these modules: another folder may have files of the same names. Installed packages are
-    as they are everywhere.
+    Other code does not see the modules that are imported from it: another folder may have files of the same
+    names. Modules that the process has imported from this folder itself, and installed packages, are used as
+    they are. If an import fails, the next one begins anew.
     """
     own = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")}
+    kept = _helpers_of(folder).modules
+    known = {name.partition(".")[0] for name in kept}
     aside = {
         name: module
         for name, module in list(sys.modules.items())
-        if (top := name.partition(".")[0]) in own and top not in _SHARED and not _installed(module)
+        if (top := name.partition(".")[0]) in known
+        or (top in own and not _hides(top, module) and not _is_in(module, folder / top))
     }
     for name in aside:
         del sys.modules[name]
     before = {name.partition(".")[0] for name in sys.modules}
-    found: dict[str, ModuleType] = {}
+    sys.modules.update(kept)
     sys.path.insert(0, str(folder))
     invalidate_caches()
+    found: dict[str, ModuleType] = {}
     try:
-        yield found
+        yield own
     finally:
         sys.path.remove(str(folder))
         for name, module in list(sys.modules.items()):
-            if (top := name.partition(".")[0]) in before or _installed(module):
-                continue
-            file = _file_of(module)
-            if file == folder / f"{top}.py" or file.is_relative_to(folder / top):
+            top = name.partition(".")[0]
+            if top not in before and not _installed(module) and _is_in(module, folder / top):
                 found[name] = sys.modules.pop(name)
         sys.modules.update(aside)
+    kept.update(found)
 
 
-def _file_of(module: ModuleType) -> Path:
+def _hides(top: str, module: ModuleType | None) -> bool:
+    """Whether the module that imports of this name give comes before a loss file's folder."""
+    return top in _SHARED or _installed(module)
+
+
+def _is_in(module: ModuleType, place: Path) -> bool:
+    """Whether a module's file is that of the name `place`, or in the package of this name."""
+    file, place = _file_of(module), place.resolve()
+    if not file.parts:
+        return False
+    file = file.resolve()
+    return file == place.with_name(f"{place.name}.py") or file.is_relative_to(place)
+
+
+def _file_of(module: ModuleType | None) -> Path:
     """Returns a module's file, or the folder of a package that has no file."""
     return Path(getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), ""))
 
 
-def _installed(module: ModuleType) -> bool:
+def _installed(module: ModuleType | None) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(_file_of(module).parts)
 
 

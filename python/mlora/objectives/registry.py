@@ -165,7 +165,7 @@ def check_unchanged(spec: Any) -> None:
     if path := changed_source(name_of(spec)):
         raise ObjectiveError(
             f"{path} has changed or is gone since this process read it; put it back, or give the new loss "
-            "a file name of its own",
+            "a file name of its own; in a notebook, you can also restart Python, which then reads it again",
             ("name",),
         )
 

@@ -404,6 +404,7 @@ class TrainingLoop:
             "decisions": self._decisions.state(self._run.iteration),
             "refused": self._table.refused,
             "data": {task.name: fingerprints(task) for task in self._table.alive()},
+            "losses": dict(self._run.losses),
             "total_steps": {task.name: task.total_steps for task in self._table.tasks},
             "tasks": {task.name: asdict(task.progress) for task in self._table.tasks},
         }

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +28,8 @@ from mlora.errors import RunError, first_fault, first_line, is_out_of_memory
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
-from mlora.objectives.registry import digests_of
+from mlora.objectives.options import ObjectiveError
+from mlora.objectives.registry import digests_of, name_of
 from mlora.offload.base_bytes import BaseBytes
 from mlora.optim.registry import optimizer_kind
 from mlora.planning.task_memory import LIMIT, memory_need
@@ -56,6 +57,7 @@ class Prepared:
         seconds: wall time of earlier parts of the run.
         loaded: bytes that this process used before any adapter, after a small micro-batch; 0 = not measured.
         placed: where the bytes of the base model are, for each stage; empty = not measured.
+        losses: what `losses_of` returned.
     """
 
     config: RunConfig
@@ -67,6 +69,7 @@ class Prepared:
     seconds: float = 0.0
     loaded: int = 0
     placed: Sequence[BaseBytes] = ()
+    losses: Mapping[str, list[str]] = field(default_factory=dict)
 
 
 def prepare(
@@ -98,6 +101,14 @@ def prepare(
         for key, reason in quantization_faults(config).items():
             raise RunError(f"{path_of(key)}: {reason}")
     check_blocks(config, base.blocks)
+    losses = losses_of(config)
+    kept = checkpoint.get("losses", losses) if checkpoint else losses
+    for name in {**kept, **losses}:
+        if kept.get(name) != losses.get(name):
+            raise RunError(
+                f"sweep: the loss {name} changed since the checkpoint, and its trials could not be compared; "
+                "put its files back, or train anew with --overwrite"
+            )
     builder = TaskBuilder(config, base)
     tasks, refused, faults = _tasks(config, builder, checkpoint, came or {})
     for message in dict.fromkeys(faults.values()):  # one line for all that share a fault, as a missing file
@@ -126,7 +137,7 @@ def prepare(
             decisions = Decisions(config, table)
             if checkpoint:
                 for task in table.alive():
-                    if fingerprints(task) != checkpoint["data"][task.name]:
+                    if not _is_as_in(checkpoint, task):
                         raise RunError(
                             f"{task.name}: its data, labels or loss changed since the checkpoint; put them "
                             "back, or train anew with --overwrite"
@@ -140,7 +151,7 @@ def prepare(
             raise RunError("every adapter was refused; nothing to train")
         unless_prepared.pop_all()
     iteration, seconds = (checkpoint["iteration"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
-    return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded, placed)
+    return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded, placed, losses)
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder) -> list[Task]:
@@ -323,6 +334,27 @@ def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
         return TypeAdapter(Progress).validate_python(checkpoint["tasks"][name])
     except ValidationError as error:
         raise RunError(f"{name}: cannot be restored: tasks.{name}.{first_fault(error)}") from error
+
+
+def _is_as_in(checkpoint: Mapping[str, Any], task: Task) -> bool:
+    """Whether a task's data, labels and loss are those of a checkpoint.
+
+    One of an earlier version may have the digest of a loss's own file without those of files that it imports.
+    """
+    now, kept = fingerprints(task), checkpoint["data"][task.name]
+    imported = len(digests_of(task.config.objective)[1:])
+    return now == kept or ("losses" not in checkpoint and now[: len(now) - imported] == kept)
+
+
+def losses_of(config: RunConfig) -> dict[str, list[str]]:
+    """Returns the SHA-256 of each file of the own losses that trials of a sweep may have, by their names."""
+    found: dict[str, list[str]] = {}
+    for sample in config.sweep.samples() if config.sweep else []:
+        with suppress(ObjectiveError):  # trials with this loss are refused
+            objective = sample.get("objective", config.defaults.objective)
+            if digests := digests_of(objective):
+                found[name_of(objective)] = digests
+    return found
 
 
 def fingerprints(task: Task) -> list[str]:

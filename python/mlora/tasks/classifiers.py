@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlora.config.best_rule import NEEDS_CLASSIFIER, OF_REGRESSION
 from mlora.config.run_config import AdapterConfig
 from mlora.config.sections import OF_TASKS, DatasetConfig
 from mlora.data.dataset import read_lines
@@ -80,7 +81,7 @@ def label_rules(
     rules = _rules(adapter, lora, Path(datasets[adapter.dataset].path), find)
     rule = adapter.best_rule
     if rule is not None and rule.metric == "eval_accuracy" and rules.problem == REGRESSION:
-        raise RunError("metric_for_best_model: a regression has no accuracy; use loss")
+        raise RunError(f"metric_for_best_model: {OF_REGRESSION}")
     return rules
 
 
@@ -90,7 +91,7 @@ def _check_metrics(adapter: AdapterConfig, task: str, classifies: bool) -> None:
         if adapter.objective != "cross_entropy":
             raise RunError(f"objective: task_type {task} has a loss of its own; remove {adapter.objective!r}")
     elif adapter.best_rule is not None and adapter.best_rule.metric == "eval_accuracy":
-        raise RunError(f"metric_for_best_model: accuracy needs lora.task_type: {' or '.join(OF_TASKS)}")
+        raise RunError(f"metric_for_best_model: {NEEDS_CLASSIFIER}")
 
 
 def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path, find: Finds) -> LabelRules:

@@ -105,6 +105,14 @@ def test_what_a_space_refuses(search: dict[str, Any], key: str, message: str) ->
             "sweep.metric: 'eval_kl' is not measured with objective cross_entropy; metrics: loss",
         ),
         (
+            {"metric": "accuracy"},
+            "sweep.metric: accuracy needs lora.task_type: SEQ_CLS or TOKEN_CLS or QUESTION_ANS",
+        ),
+        (
+            {"metric": "accuracy", "search": {"lora": {"task_type": {"choice": ["SEQ_CLS", "CAUSAL_LM"]}}}},
+            "sweep.metric: accuracy needs lora.task_type: SEQ_CLS",
+        ),
+        (
             {"metric": "accuracy", "pruner": "median"},
             "sweep.pruner: needs the metric eval_loss, got",
         ),
@@ -147,6 +155,22 @@ def test_what_a_config_refuses(tiny_base: Path, tmp_path: Path, changes: dict[st
         load_config(write_run(tmp_path, sweep_data(tiny_base, tmp_path, **changes)))
     (found,) = str(caught.value).splitlines()
     assert line in found
+
+
+def test_accuracy_needs_trials_that_measure_it(tiny_base: Path, tmp_path: Path) -> None:
+    """A folder in `init_from` says itself what its adapter is."""
+    data = sweep_data(tiny_base, tmp_path, metric="accuracy")
+    for dataset in data["datasets"]:
+        dataset["format"] = "classification"
+    adapter = data["sweep"]["adapter"]
+    adapter["lora"]["task_type"] = "SEQ_CLS"
+    assert resolve_config(data, folder=tmp_path).sweep is not None
+    adapter["problem_type"] = "regression"
+    with pytest.raises(RunError, match=r"sweep\.metric: a regression has no accuracy; use loss"):
+        resolve_config(data, folder=tmp_path)
+    del adapter["problem_type"], adapter["lora"]
+    adapter["init_from"], data["sweep"]["search"] = "start", {"learning_rate": {"choice": [1e-3]}}
+    assert resolve_config(data, folder=tmp_path).sweep is not None
 
 
 def test_a_pruner_needs_evaluations(tiny_base: Path, tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from mlora.objectives.custom import LossError
-from mlora.objectives.function_file import changed_source, sources_of
+from mlora.objectives.function_file import changed_source, function_of, sources_of
 from mlora.objectives.objective import LogProbs
+from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import name_of, objective_of, resolved
 from torch import tensor, zeros
 
@@ -73,3 +75,55 @@ def test_an_import_inside_of_the_function_is_not_found(tmp_path: Path) -> None:
     write(tmp_path, late="", loss="def loss(rows):\n    import late\n    return -rows.sums()\n")
     with pytest.raises(LossError, match="ModuleNotFoundError: No module named 'late'"):
         loss_of(tmp_path)
+
+
+def test_loss_files_of_a_folder_share_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a module registers is registered once; also if the process has imported the module itself."""
+    shared = "import torch\nOPS = torch.library.Library('{}', 'DEF')\nOPS.define('f(Tensor x) -> Tensor')\n"
+    text = "import {}\ndef loss(rows):\n    return -rows.sums()\n"
+    for module in ("at_once", "by_loss"):
+        write(tmp_path, **{module: shared.format(f"mlora_test_{module}")})
+        for name in "ab":
+            write(tmp_path, **{f"{name}_{module}": text.format(module)})
+    monkeypatch.syspath_prepend(tmp_path)
+    imported = import_module("at_once")
+    for module in ("at_once", "by_loss"):
+        names = [name_of(resolved(f"{name}_{module}:loss", tmp_path)) for name in "ab"]
+        first, second = (sys.modules[function_of(name).__module__] for name in names)
+        assert getattr(first, module) is getattr(second, module)
+        assert [len(sources_of(name)) for name in names] == [2, 2]
+    assert sys.modules["at_once"] is imported
+    assert "by_loss" not in sys.modules
+    del sys.modules["at_once"]
+
+
+def test_digests_do_not_depend_on_what_was_read_before(tmp_path: Path) -> None:
+    """Checkpoints hold them, and another process may read other losses first."""
+    one = "import common\ntry:\n    import broken\nexcept SyntaxError: ...\n"
+    losses = {"first": f"{one}def loss(rows): ...\n", "second": "import only\nfrom common import factor\n"}
+    helpers = {"common": COMMON.format(1), "helpers__numbers": "from . import more\nsign = 1\n"}
+    more = {"helpers__more": "", "only": "", "broken": "def (:"}
+    for folder in ("a", "b"):
+        write(tmp_path / folder, **losses, **helpers, **more)
+        (tmp_path / folder / "helpers" / "__init__.py").touch()
+    found = {
+        (folder, name): [Path(file).relative_to(tmp_path / folder) for file in sources_of(f"{path}:loss")]
+        for folder, names in (("a", ("first", "second")), ("b", ("second", "first")))
+        for name in names
+        for path in [tmp_path / folder / f"{name}.py"]
+    }
+    assert found["a", "first"] == found["b", "first"]
+    assert found["a", "second"] == found["b", "second"]
+    assert sorted(map(str, found["b", "first"])) == [
+        "broken.py", "common.py", "first.py", "helpers/__init__.py", "helpers/more.py", "helpers/numbers.py"
+    ]  # fmt: skip
+    assert Path("only.py") in found["a", "second"]
+    assert Path("broken.py") not in found["a", "second"]
+
+
+def test_a_module_is_read_anew_after_a_loss_that_could_not_be_imported(tmp_path: Path) -> None:
+    write(tmp_path, loss=LOSS.replace("import common", "import common\ncommon.factor"), common="")
+    with pytest.raises(ObjectiveError, match="has no attribute 'factor'"):
+        loss_of(tmp_path)
+    write(tmp_path, common="def factor():\n    return -2.0 \n")
+    assert loss_of(tmp_path) == 6.0

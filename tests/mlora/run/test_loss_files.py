@@ -39,6 +39,7 @@ def config_of(base: Path, folder: Path, **first: Any) -> RunConfig:
 def new_process() -> None:
     """Forgets what was read, as a new process does."""
     function_file._read.cache_clear()
+    function_file._helpers_of.cache_clear()
 
 
 def test_an_edit_while_it_trains_is_seen_by_a_resume(tiny_base: Path, tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def test_a_new_run_does_not_train_old_code(tiny_base: Path, tmp_path: Path) -> N
     (line,) = told.lines
     assert line.startswith("first: refused: objective.name: ")
     assert "mine.py has changed or is gone since this process read it; put it back, or give" in line
+    assert "in a notebook, you can also restart Python" in line
 
 
 @pytest.mark.parametrize("leave", [Path.unlink, lambda file: file.rename(file.with_name("other.py"))])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from limited_runs import Watching, die, interrupt
 from mlora.errors import RunError
+from mlora.objectives import function_file
 from mlora.queue.task_queue import TaskQueue
 from mlora.run.run import resume
 from mlora.sweep.proposal import trials_begun
@@ -162,6 +163,31 @@ def test_the_outcome_is_written_where_it_is_missing(data: dict[str, Any], tmp_pa
     assert resume(run).status == "finished"
     assert len(table(run)) == 2
     assert (run / "best" / "adapter_model.safetensors").is_file()
+
+
+def test_a_loss_that_was_edited_between_its_trials(data: dict[str, Any], tmp_path: Path) -> None:
+    """None of them is alive at the checkpoint."""
+    for name in ("one", "other"):
+        (tmp_path / f"{name}.py").write_text(f"import of_{name}\ndef loss(rows):\n    return -rows.sums()\n")
+        (tmp_path / f"of_{name}.py").touch()
+    data["sweep"] |= {"places": 1, "sampler": "grid", "trials": None}
+    data["sweep"]["adapter"]["objective"] = "other:loss"
+    choice = {"choice": ["one:loss", "other:loss"]}
+    data["sweep"]["search"] = {"learning_rate": {"choice": [1e-3, 2e-3]}, "objective": {"name": choice}}
+    told = Watching({("trial-2", 2): interrupt})
+    assert sweep(data, tmp_path, reporter=told).status == "interrupted"
+    for path in (tmp_path / "of_other.py", tmp_path / "other.py"):
+        before = path.read_text()
+        path.write_text(f"{before}more = 2\n")
+        function_file._read.cache_clear()  # as in another process
+        function_file._helpers_of.cache_clear()
+        with pytest.raises(RunError, match=r"sweep: the loss .*/other\.py:loss changed since the checkpoint"):
+            resume(tmp_path / "run")
+        path.write_text(before)
+    function_file._read.cache_clear()
+    function_file._helpers_of.cache_clear()
+    assert resume(tmp_path / "run").status == "finished"
+    assert len(table(tmp_path / "run")) == 4
 
 
 def test_a_queue_that_is_gone(data: dict[str, Any], tmp_path: Path) -> None:
