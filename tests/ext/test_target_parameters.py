@@ -209,7 +209,17 @@ def test_without_adapters_the_modules_own_forward_runs() -> None:
         (
             "mixtral",
             {"target_parameters": EXPERTS, "init_lora_weights": "pissa"},
-            "Experts, which serves plain",
+            "Experts, which serves plain.* has init_lora_weights='pissa'; leave the layer out of its targets, or",
+        ),
+        (
+            "mixtral",
+            {"target_modules": "all-linear", "init_lora_weights": "olora"},
+            "Router, which serves plain LoRA only, and this adapter has init_lora_weights='olora'",
+        ),
+        (
+            "mixtral",
+            {"target_modules": "all-linear", "init_lora_weights": "orthogonal"},
+            "is a parameter, on which init_lora_weights='orthogonal' is not supported",
         ),
         ("mixtral", {"target_parameters": [3]}, r"target_parameters: expected a list of names, got \[3\]"),
         ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["q_proj.weight"]}, "keep one"),

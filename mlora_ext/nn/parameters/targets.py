@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ...adapters.lora_config import init_kind
 from ...adapters.registry import kind_for
 from ..linear import MultiLoRALinear
 from ..plain_linear import is_transposed
@@ -59,6 +60,11 @@ def check_parameters(name: str, config: LoraConfig, key: str, module: nn.Module,
     adapters = kind_for(name, config)
     if not adapters.is_plain:
         raise ValueError(f"{what}: adapters of kind {adapters.name!r} can be put on linear layers only")
+    if init_kind(config) == "orthogonal":
+        raise ValueError(
+            f"{what} is a parameter, on which init_lora_weights='orthogonal' is not supported; use True or "
+            "'gaussian'"
+        )
     kind = next((one for one in _KINDS if one.serves(module)), None)
     if kind is None:
         raise ValueError(f"{what} belongs to a {type(module).__name__}, which is not supported")
