@@ -17,6 +17,7 @@ from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import SweepConfig
 from mlora.errors import literals, spelt_alike, unknown_value
+from mlora.objectives.registry import objectives_with
 
 MODELS: dict[str, type[BaseModel]] = {
     "defaults": TrainingFields,
@@ -126,7 +127,9 @@ def _message(fault: Any) -> str:
     if kind == "extra_forbidden":
         model = MODELS.get(str(location[0]), RunConfig) if location[1:] else RunConfig
         in_lora = "lora" in location[1:-1]
-        return unknown_key(str(location[-1]), CHOICES if in_lora else list(model.model_fields))
+        key = str(location[-1])
+        known = CHOICES if in_lora else list(model.model_fields)
+        return option_of_objective(key, value) or unknown_key(key, known)
     if kind == "missing":
         return "is missing"
     if kind == "value_error":
@@ -149,6 +152,16 @@ def _some_keys(location: Location) -> str:
     keys: list[str] = [key for key in ("name", "dataset", "lora") if key in model.model_fields]
     keys += [key for key in model.model_fields if key not in keys]
     return f" ({', '.join(keys[:5])}{', …' if len(keys) > 5 else ''})"
+
+
+def option_of_objective(key: str, value: Any) -> str | None:
+    """Returns the message for an option of objectives that stands elsewhere, or None if it is none."""
+    names = objectives_with(key)
+    if not names:
+        return None
+    others = f" (also {', '.join(names[1:])})" if names[1:] else ""
+    shape = f"{{name: {names[0]}, {key}: {shown(value)}}}"
+    return f"unknown key here; it belongs in objective: {shape}{others}"
 
 
 def unknown_key(key: str, known: Sequence[str]) -> str:

@@ -252,6 +252,9 @@ def test_initialisations_are_known_in_any_case(tmp_path: Path, value: str) -> No
         ("placement", "unknown key here; it belongs under scheduler"),
         ("defaults.scheduler", "unknown key; did you mean 'lr_scheduler_type'?"),
         ("adapters.a.scheduler", "unknown key; did you mean 'lr_scheduler_type'?"),
+        ("adapters.a.beta", "it belongs in objective: {name: dpo, beta: 1} (also cpo, simpo, orpo, kto)"),
+        ("defaults.desirable_weight", "it belongs in objective: {name: kto, desirable_weight: 1}"),
+        ("simpo_gamma", "it belongs in objective: {name: cpo, simpo_gamma: 1} (also simpo)"),
         ("save", "unknown key; known keys: base_model, output_dir,"),
     ],
 )
