@@ -173,6 +173,8 @@ def test_wrong_values_say_what_was_expected_and_what_came(
         ("defaults.objective=dpoo", "dpo"),
         ("datasets.d.format=token", "tokens"),
         ("datasets.d.format=chatml", "messages"),
+        ("datasets.d.format=dpo", "preference"),
+        ("datasets.d.format=kto", "unpaired"),
         ("scheduler.policy=fcf", "fcfs"),
         ("pipeline.schedule=gpip", "gpipe"),
         ("quantization.method=bnb_nf4", "bnb-nf4"),
