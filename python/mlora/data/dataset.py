@@ -130,7 +130,10 @@ def fingerprint(path: str | Path) -> str:
 
 
 def read_prompt_lines(path: Path) -> list[str]:
-    """Reads ``prompt`` of each object of a ``.jsonl`` file, or each line of a text file that is not blank."""
+    """Reads ``prompt`` of each object of a ``.jsonl`` file, or each line of a text file that is not blank.
+
+    Objects without ``prompt`` may have ``text``, as those of classifiers.
+    """
     refuse_other_kinds(path, plain_text=path.suffix != ".jsonl")
     if path.suffix != ".jsonl":
         try:
@@ -140,7 +143,8 @@ def read_prompt_lines(path: Path) -> list[str]:
     prompts = []
     for number, fields in read_lines(path):
         try:
-            prompts.append(text_of_key(fields, "prompt"))
+            key = "text" if "text" in fields and "prompt" not in fields else "prompt"
+            prompts.append(text_of_key(fields, key))
         except FormatError as error:
             raise RunError(f"{path}:{number}: {error}") from None
     return prompts
