@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,20 @@ def target_parameters(config: LoraConfig, modules: Iterable[tuple[str, nn.Module
             if full in wanted or any(full.endswith(f".{one}") for one in wanted):
                 found.setdefault(key, []).append(name)
     return found
+
+
+def near_parameters(names: Iterable[str], modules: Iterable[tuple[str, nn.Module]]) -> str:
+    """Returns the end of a message about names that match no parameter: those that are spelt most alike.
+
+    A name is compared with as many last parts of each parameter's name as it has; empty if none is similar.
+    """
+    full = [f"{key}.{name}" for key, module in modules for name, _ in module.named_parameters(recurse=False)]
+    near: dict[str, None] = {}
+    for name in names:
+        parts = name.count(".") + 1
+        ends = dict.fromkeys(".".join(one.split(".")[-parts:]) for one in full)
+        near |= dict.fromkeys(difflib.get_close_matches(name, list(ends), n=1))
+    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
 
 
 def in_order(module: nn.Module, names: list[str]) -> list[str]:

@@ -49,8 +49,11 @@ TRAINING = set(TrainingFields.model_fields)
 OTHERWISE = {
     "packing": "samples are always packed, without padding; remove this key",
     "scheduler": "did you mean 'lr_scheduler_type'?",
+    "warmup_ratio": "did you mean 'warmup_steps'? A number below 1 is a ratio",
 }
 """Hints for keys that mean something else among the training fields."""
+METHODS = {"load_in_4bit": "bnb-nf4", "load_in_8bit": "bnb-int8"}
+"""The methods of quantisation that are keys of other tools."""
 
 EXPECTED = {
     "string_type": "must be text",
@@ -171,6 +174,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
         return f"unknown key; keys are nested, not joined by dots: {first}: {{{rest}: ...}}"
     if key in OTHERWISE and set(known) >= TRAINING:
         return f"unknown key; {OTHERWISE[key]}"
+    if key in METHODS:
+        return f"unknown key; write `quantization: {{method: {METHODS[key]}}}` at the top level of the config"
     for home, keys in HOMES.items():
         if key in keys and key not in known:
             return f"unknown key here; it belongs {home}"

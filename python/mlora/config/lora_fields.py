@@ -194,7 +194,8 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
 
     from mlora_ext.adapters.kind import one_by_one
     from mlora_ext.nn.idle_targets import idle_targets
-    from mlora_ext.nn.targets import linear_names, low_rank, target_layers
+    from mlora_ext.nn.parameters.targets import near_parameters
+    from mlora_ext.nn.targets import base_modules, linear_names, low_rank, target_layers
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
     plain = copy.deepcopy(lora)  # without its task: a causal model has no head for it
@@ -214,6 +215,7 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     parameters = [key for key, _ in model.named_parameters()]
     lines += [
         f"{name}: lora.target_parameters: {entry!r} matches nothing in the model"
+        f"{near_parameters([entry], base_modules(model))}"
         for entry in sorted(lora.target_parameters or ())
         if not any(f".{key}".endswith(f".{entry}") for key in parameters)
     ]

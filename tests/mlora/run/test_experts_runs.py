@@ -74,12 +74,12 @@ def test_validate_refuses_in_one_line(tmp_path: Path, changes: dict[str, Any], m
 
 def test_validate_warns_of_names_and_ranks_that_do_nothing(tmp_path: Path) -> None:
     data = run_of(tmp_path / "1", 1)
-    names = [*LORA["target_parameters"], "experts.up"]
+    names = [*LORA["target_parameters"], "experts.up_proj"]
     data["adapters"][0]["lora"] = LORA | {"r": 20, "target_parameters": names}
     result = invoke("validate", write_run(tmp_path / "1", data))
     told = " ".join((result.stdout + result.stderr).split())
     assert result.exit_code == 0, told
-    assert "lora.target_parameters: 'experts.up' matches nothing in the model" in told
+    assert "'experts.up_proj' matches nothing in the model; did you mean 'experts.gate_up_proj'?" in told
     assert re.search(r"lora.r: 20 is too high; model.layers.0.mlp.\w+ can use \d+ at most", told)
 
 
