@@ -191,6 +191,13 @@ def changes_base(config: LoraConfig) -> bool:
     return isinstance(how, str) and _CHANGE_THE_BASE.fullmatch(how) is not None
 
 
+def kind_setting(config: LoraConfig) -> str:
+    """Returns the setting by which a config is not plain LoRA, as it is written; empty if PEFT has none."""
+    if changes_base(config):
+        return f"init_lora_weights={config.init_lora_weights!r}"
+    return next((f"{key}=True" for key in ("use_dora", "lora_bias") if getattr(config, key, False)), "")
+
+
 def needs_data(config: LoraConfig) -> bool:
     """Whether the initial values depend on the adapter's data."""
     return init_kind(config) in NEEDS_DATA

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..adapters.kind import LayerSpec
-from ..adapters.lora_config import check_name, needs_data, needs_weights
+from ..adapters.lora_config import check_name, kind_setting, needs_data, needs_weights
 from ..adapters.registry import kind_for
 from ..adapters.trained_parts import TRAINED_COPY
 from ..frozen.quantized.families import is_quantized
@@ -121,13 +121,13 @@ def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, L
     check_name(name)
     kind_for(name, config).check(name, config)
     plan = target_layers(model, name, config)
-    _refuse_unserved(model, name, plan)
+    _refuse_unserved(model, name, config, plan)
     _refuse_plain_base(model, name, config, plan)
     refuse_conflicts(model, {name: plan})
     return plan
 
 
-def _refuse_unserved(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -> None:
+def _refuse_unserved(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec]) -> None:
     """Raises ValueError for a layer on which adapters of this kind cannot sit."""
     for key, spec in plan.items():
         module = model.get_submodule(key)
@@ -135,9 +135,12 @@ def _refuse_unserved(model: nn.Module, name: str, plan: Mapping[str, LayerSpec])
             layer_kind(module, spec.kind)
         except ValueError as error:
             what = type(plain_module(module)).__name__
+            asked = kind_setting(config)
+            has = f"has {asked}" if asked else f"is of kind {spec.kind!r}"
+            others = f", or {asked} out of its config" if asked else ""
             raise ValueError(
                 f"adapter {name!r}: layer {key} is of class {what}, which serves plain LoRA only, and this "
-                f"adapter is of kind {spec.kind!r}; leave the layer out of its targets"
+                f"adapter {has}; leave the layer out of its targets{others}"
             ) from error
 
 

@@ -19,7 +19,7 @@ from .adapter_layer import AdapterLayer
 from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
 from .over_module import OverModule
-from .parameters.targets import check_parameters, in_order, is_weight, target_parameters
+from .parameters.targets import check_parameters, in_order, is_weight, near_parameters, target_parameters
 from .tied_weights import refuse_tied_targets
 from .trained_targets import trained_layers
 
@@ -54,7 +54,10 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
             layers[key] = _parameters_spec(resolved, key, module, parameters[key], kind)
     if config.target_parameters and not parameters:
         wanted = sorted(config.target_parameters)
-        raise ValueError(f"adapter {name!r}: target_parameters={wanted!r} match no parameter of this model")
+        hint = near_parameters(wanted, modules.items())
+        raise ValueError(
+            f"adapter {name!r}: target_parameters={wanted!r} match no parameter of this model{hint}"
+        )
     if not layers:
         raise ValueError(f"adapter {name!r}: {_no_match(model, config)}")
     refuse_tied_targets(model, name, resolved, modules, layers)
@@ -128,6 +131,9 @@ def _no_match(model: nn.Module, config: LoraConfig) -> str:
     if others and near and not wrong:
         left_out = " and ".join(f"{key}={getattr(config, key)}" for key in others)
         hint = f"without {left_out} they would; "
+    if difflib.get_close_matches("all-linear", [name.lower() for name in names], n=1, cutoff=0.85):
+        alone = "" if isinstance(wanted, str) else ", not in a list"
+        hint = f"did you mean 'all-linear'{alone}? "
     if isinstance(wanted, str) and wanted in known:
         hint = f"a string is a pattern for whole names; did you mean [{wanted!r}]? "
     return (

@@ -28,7 +28,7 @@ from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
 import mlora_ext as mx
 from mlora_ext.frozen.linear import frozen_linear
-from mlora_ext.frozen.quantized import blocks
+from mlora_ext.frozen.quantized import blocks, gptqmodel
 from tests.packed_checkpoints import load_packed, packed, save_packed
 
 pytestmark = pytest.mark.peers
@@ -66,13 +66,14 @@ def test_products_are_those_of_the_library(kind: str, monkeypatch: pytest.Monkey
     assert expected.dtype == torch.float16
     step = (plain.weight.amax() - plain.weight.amin()) / (2**bits - 2)
     assert (expected - plain.weight).abs().amax() < 0.6 * step
-    assert torch.equal(layer.frozen.dense(), expected.float())
     assert layer.frozen.nbytes <= 128 * 96 * (bits + 1) / 8
     x = torch.randn(9, 128, requires_grad=True)
     y = theirs(x) if method == "gptq" else x @ expected.float().t() + theirs.bias
     (dx,) = torch.autograd.grad(y.square().sum(), x)
-    for most in (blocks.BLOCK_BYTES, 40 * 128 * 4):
+    for most, at_once in ((blocks.BLOCK_BYTES, gptqmodel._AT_ONCE), (40 * 128 * 4, 1)):
         monkeypatch.setattr(blocks, "BLOCK_BYTES", most)
+        monkeypatch.setattr(gptqmodel, "_AT_ONCE", at_once)
+        assert torch.equal(layer.frozen.dense(), expected.float())
         ours = frozen_linear(x, layer.frozen, layer.bias)
         assert_same_up_to_rounding(ours, y, "y")
         (found,) = torch.autograd.grad(ours.square().sum(), x)
@@ -86,6 +87,8 @@ def test_products_are_those_of_the_library(kind: str, monkeypatch: pytest.Monkey
 def test_widths_that_words_and_groups_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = packed(nn.Linear(100, 50), "gptq").train()
     frozen = converted(theirs)[0].frozen
+    assert torch.equal(frozen.dense(), dequantised(theirs).float())
+    monkeypatch.setattr(gptqmodel, "_AT_ONCE", 1)
     assert torch.equal(frozen.dense(), dequantised(theirs).float())
     x, expected = torch.randn(3, 100), dequantised(theirs).float()
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -47,6 +48,19 @@ def test_large_matrices(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same_up_to_rounding(vectors @ vectors.t(), identity, "orthonormal")
     for one, again in zip(found, leading_svd(matrix, count), strict=True):
         assert torch.equal(one, again)
+
+
+def test_the_iteration_copies_no_matrix() -> None:
+    """NumPy's arrays hold vectors; the matrix itself is there in fp64 once, as a tensor."""
+    matrix = rounding(1024, 1024)
+    leading_svd(matrix, 2)
+    tracemalloc.start()
+    try:
+        leading_svd(matrix, 2)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 0.5 * 8 * matrix.numel()
 
 
 def test_a_matrix_of_a_lower_rank() -> None:

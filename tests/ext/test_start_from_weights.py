@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from peft import LoftQConfig, LoraConfig
 from safetensors.torch import save_file
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import mlora_ext as mx
+from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
 from mlora_ext.frozen.quantized.gptq import GptqWeight
+from mlora_ext.nn.start import from_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROUGH = 0.25
@@ -49,7 +54,7 @@ class Rounded(QuantizedWeight):
         return self._buffers["rounded"].nbytes
 
     def rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-        return self._buffers["rounded"][begin:end].to(dtype) * ROUGH
+        return self._buffers["rounded"][begin:end].to(dtype).mul_(ROUGH)
 
 
 def loftq(**fields: Any) -> LoraConfig:
@@ -247,6 +252,29 @@ def test_originals_of_a_base_of_2_bits(tmp_path: Path) -> None:
             left = error - own[key.replace("lora_A", "lora_B")] @ own[key]
             assert left.norm() == pytest.approx(torch.linalg.svdvals(error)[3:].norm().item(), rel=1e-4)
     assert min(lost) > QuantizedWeight.most_lost
+
+
+def most_at_once(run: Callable[[], object]) -> int:
+    """Returns the most bytes of tensors that a call holds at once beyond those from before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = [one for one in found.profiler.kineto_results.events() if one.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_was_lost_takes_one_copy_of_the_layer(dtype: torch.dtype, turned: bool) -> None:
+    """The tensor that the layer dequantises becomes the residual; the original stays, in either way."""
+    original, layer = torch.randn(1024, 1024).to(dtype), nn.Linear(1024, 1024)
+    layer.frozen = PlainWeight.of(original.float())
+    layer.frozen = Rounded(layer)
+    given = original.t().contiguous() if turned else original
+    before, found = given.clone(), list[Tensor]()
+    assert most_at_once(lambda: found.append(from_weights._residual(given, layer))) <= 1.3 * 4 * 1024**2
+    assert torch.equal(found[0], original.float() - layer.frozen.dense())
+    assert torch.equal(given, before)
 
 
 def test_weights_of_another_size_in_number(tmp_path: Path) -> None:

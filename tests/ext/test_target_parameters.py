@@ -209,8 +209,29 @@ def test_without_adapters_the_modules_own_forward_runs() -> None:
         (
             "mixtral",
             {"target_parameters": EXPERTS, "init_lora_weights": "pissa"},
-            "Experts, which serves plain",
+            "Experts, which serves plain.* has init_lora_weights='pissa'; leave the layer out of its",
         ),
+        (
+            "mixtral",
+            {"target_modules": "all-linear", "init_lora_weights": "olora"},
+            "Router, which serves plain LoRA only, and this adapter has init_lora_weights='olora'",
+        ),
+        (
+            "mixtral",
+            {"target_modules": "all-linear", "init_lora_weights": "orthogonal"},
+            "is a parameter, on which init_lora_weights='orthogonal' is not supported",
+        ),
+        (
+            "mixtral",
+            {"target_parameters": ["experts.gate_upproj", "gate.wait"]},
+            r"match no parameter of this model; did you mean 'experts.gate_up_proj', 'gate.weight'\?",
+        ),
+        (
+            "mixtral",
+            {"target_modules": "all_linear"},
+            "match nothing; did you mean 'all-linear'. linear",
+        ),
+        ("mixtral", {"target_modules": ["all-linear"]}, "did you mean 'all-linear', not in a list"),
         ("mixtral", {"target_parameters": [3]}, r"target_parameters: expected a list of names, got \[3\]"),
         ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["q_proj.weight"]}, "keep one"),
         ("mixtral", {"target_modules": ["w1"]}, "w1 without also targeting w3"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ...adapters.lora_config import init_kind
 from ...adapters.registry import kind_for
 from ..linear import MultiLoRALinear
 from ..plain_linear import is_transposed
@@ -39,6 +41,20 @@ def target_parameters(config: LoraConfig, modules: Iterable[tuple[str, nn.Module
     return found
 
 
+def near_parameters(names: Iterable[str], modules: Iterable[tuple[str, nn.Module]]) -> str:
+    """Returns the end of a message about names that match no parameter: those that are spelt most alike.
+
+    A name is compared with as many last parts of each parameter's name as it has; empty if none is similar.
+    """
+    full = [f"{key}.{name}" for key, module in modules for name, _ in module.named_parameters(recurse=False)]
+    near: dict[str, None] = {}
+    for name in names:
+        parts = name.count(".") + 1
+        ends = dict.fromkeys(".".join(one.split(".")[-parts:]) for one in full)
+        near |= dict.fromkeys(difflib.get_close_matches(name, list(ends), n=1))
+    return f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+
+
 def in_order(module: nn.Module, names: list[str]) -> list[str]:
     """Returns the names of targeted parameters in the order in which PEFT wraps them in a new model."""
     kind = next((one for one in _KINDS if one.serves(module)), None)
@@ -59,6 +75,11 @@ def check_parameters(name: str, config: LoraConfig, key: str, module: nn.Module,
     adapters = kind_for(name, config)
     if not adapters.is_plain:
         raise ValueError(f"{what}: adapters of kind {adapters.name!r} can be put on linear layers only")
+    if init_kind(config) == "orthogonal":
+        raise ValueError(
+            f"{what} is a parameter, on which init_lora_weights='orthogonal' is not supported; use True or "
+            "'gaussian'"
+        )
     kind = next((one for one in _KINDS if one.serves(module)), None)
     if kind is None:
         raise ValueError(f"{what} belongs to a {type(module).__name__}, which is not supported")

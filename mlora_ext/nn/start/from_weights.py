@@ -24,6 +24,8 @@ from .leading import leading_svd
 from .statistics import signs_of
 from .weights_folder import weights_in
 
+_ROWS = 64
+"""Rows of W that are compared at once: the original needs no copy in fp32."""
 ReadWeight = Callable[[str], Tensor]
 """Returns the weight that a layer had before it was quantised; ValueError if there is none."""
 
@@ -116,26 +118,35 @@ def _residual(original: Tensor, layer: Any) -> Tensor:
     GPT-2's `Conv1D` keeps its weight as `[D, O]`, and a quantised layer no longer says so: the nearer of both
     ways counts.
     """
-    quantised_OD = layer.frozen.dense().float()
     if not original.is_floating_point() or original.dtype.itemsize < 2:
         dtype = str(original.dtype).removeprefix("torch.")
         raise ValueError(f"its weight in the files is quantised ({dtype}); give the original model's folder")
-    given = original.to(quantised_OD.device, torch.float32)
-    shape = quantised_OD.shape
-    found = [way - quantised_OD for way in (given, given.t()) if way.shape == shape]
-    if not found:
+    shape = layer.frozen.shape
+    ways = [way for way in (original, original.t()) if way.shape == shape]
+    if not ways:
         raise ValueError(
             f"its weight in the files has the shape {list(original.shape)}, and the quantised one "
             f"{list(shape)}; give the original model's folder"
         )
-    residual = min(found, key=lambda one: float(one.norm()))
-    if not residual.isfinite().all():
+    residual_OD = layer.frozen.dense().float()  # a tensor of its own, which becomes the residual in place
+    size = residual_OD.norm()
+    given = min(ways, key=lambda way: _distance(way, residual_OD)) if len(ways) > 1 else ways[0]
+    for row in range(0, len(given), _ROWS):
+        part = slice(row, row + _ROWS)
+        residual_OD[part].sub_(given[part].to(residual_OD.device)).neg_()
+    if not torch.stack(residual_OD.aminmax()).isfinite().all():
         raise ValueError("its weight in the files contains NaN or infinity; give the original model's folder")
-    lost = float(residual.norm() / quantised_OD.norm())
+    lost = float(residual_OD.norm() / size)
     if lost > layer.frozen.most_lost:
         raise ValueError(
             f"its weight in the files is not the one that was quantised: the numbers differ by {lost:.0%} "
             f"of its norm, and its quantisation explains {layer.frozen.most_lost:.0%} at most; give the "
             "original model's folder"
         )
-    return residual
+    return residual_OD
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Returns the norm of the difference of two matrices, of which some rows are computed at a time."""
+    pairs = zip(one.split(_ROWS), other.split(_ROWS), strict=True)
+    return float(torch.stack([(b - a.to(b.device)).norm() for a, b in pairs]).norm())

@@ -5,6 +5,8 @@ Letters: K = min(O, D), R vectors.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,11 +34,21 @@ def leading_svd(matrix_OD: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 def _searched(matrix_OD: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Returns what `leading_svd` does, or None if the iteration does not converge; always the same bits."""
     import numpy
-    from scipy.sparse.linalg import ArpackNoConvergence, svds
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, svds
 
     begin = numpy.random.default_rng(0).standard_normal(min(matrix_OD.shape))
+    matrix: Any = matrix_OD.cpu().double().numpy()
+    # of the matrix itself SciPy makes a transposed copy
+    products = LinearOperator(
+        matrix.shape,
+        dtype=matrix.dtype,
+        matvec=matrix.__matmul__,
+        rmatvec=matrix.T.__matmul__,
+        matmat=matrix.__matmul__,
+        rmatmat=matrix.T.__matmul__,
+    )
     try:
-        u, s, vh = svds(matrix_OD.cpu().double().numpy(), k=count, v0=begin)
+        u, s, vh = svds(products, k=count, v0=begin)
     except ArpackNoConvergence:
         return None
     order = numpy.argsort(-s)

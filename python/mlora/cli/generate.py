@@ -36,7 +36,9 @@ def generate(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="a jsonl file of objects with 'prompt', or a text file with one prompt per line"),
+        typer.Option(
+            help="a jsonl file of objects with 'prompt' (or 'text'), or a text file, one prompt a line"
+        ),
     ] = None,
     adapter: Annotated[
         list[str] | None,

@@ -74,7 +74,12 @@ NAMES = {
 
 VALUES = {
     "optim": {"adamw": "adamw_torch", "adam": "adamw_torch", "adamw_hf": "adamw_torch"},
-    "format": {"chat": "messages", "chatml": "messages", "openai": "messages", "conversations": "sharegpt"},
+    "format": {
+        **dict.fromkeys(("chat", "chatml", "openai"), "messages"),
+        "conversations": "sharegpt",
+        **dict.fromkeys(("dpo", "cpo", "simpo", "orpo"), "preference"),
+        "kto": "unpaired",
+    },
 }
 """Values by their names in other tools, for each key that has such."""
 

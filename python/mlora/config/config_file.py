@@ -14,7 +14,7 @@ from mlora.config.faults import explain, path_of
 from mlora.config.run_config import RunConfig
 from mlora.config.strict import Location, shown
 from mlora.config.yaml_file import load_yaml, read_yaml
-from mlora.errors import RunError
+from mlora.errors import RunError, spelt_alike
 
 INDEX = re.compile(r"^(adapters|datasets)\[(\d+)\]")
 
@@ -62,6 +62,9 @@ def _find(items: list[Any], parts: Sequence[str], override: str) -> tuple[int, i
             return names.index(".".join(parts[:used])), used
     if parts[0].isdecimal() and int(parts[0]) < len(items):
         return int(parts[0]), 1
+    near = spelt_alike(parts[0], [str(name) for name in names if name is not None])
+    if near:
+        raise RunError(f"--set {override}: no item is named {parts[0]!r}; did you mean {near!r}?")
     known = f"items: {', '.join(map(str, names))}, or 0 to {len(items) - 1}" if items else "the list is empty"
     raise RunError(f"--set {override}: no item is named {parts[0]!r}; {known}")
 

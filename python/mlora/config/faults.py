@@ -17,6 +17,7 @@ from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import SweepConfig
 from mlora.errors import literals, spelt_alike, unknown_value
+from mlora.objectives.registry import objectives_with
 
 MODELS: dict[str, type[BaseModel]] = {
     "defaults": TrainingFields,
@@ -48,8 +49,11 @@ TRAINING = set(TrainingFields.model_fields)
 OTHERWISE = {
     "packing": "samples are always packed, without padding; remove this key",
     "scheduler": "did you mean 'lr_scheduler_type'?",
+    "warmup_ratio": "did you mean 'warmup_steps'? A number below 1 is a ratio",
 }
 """Hints for keys that mean something else among the training fields."""
+METHODS = {"load_in_4bit": "bnb-nf4", "load_in_8bit": "bnb-int8"}
+"""The methods of quantisation that are keys of other tools."""
 
 EXPECTED = {
     "string_type": "must be text",
@@ -126,7 +130,9 @@ def _message(fault: Any) -> str:
     if kind == "extra_forbidden":
         model = MODELS.get(str(location[0]), RunConfig) if location[1:] else RunConfig
         in_lora = "lora" in location[1:-1]
-        return unknown_key(str(location[-1]), CHOICES if in_lora else list(model.model_fields))
+        key = str(location[-1])
+        known = CHOICES if in_lora else list(model.model_fields)
+        return option_of_objective(key, value) or unknown_key(key, known)
     if kind == "missing":
         return "is missing"
     if kind == "value_error":
@@ -151,6 +157,16 @@ def _some_keys(location: Location) -> str:
     return f" ({', '.join(keys[:5])}{', …' if len(keys) > 5 else ''})"
 
 
+def option_of_objective(key: str, value: Any) -> str | None:
+    """Returns the message for an option of objectives that stands elsewhere, or None if it is none."""
+    names = objectives_with(key)
+    if not names:
+        return None
+    others = f" (also {', '.join(names[1:])})" if names[1:] else ""
+    shape = f"{{name: {names[0]}, {key}: {shown(value)}}}"
+    return f"unknown key here; it belongs in objective: {shape}{others}"
+
+
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """Returns the message for an unknown key: which known key may be meant, or where the key belongs."""
     first, dot, rest = key.partition(".")
@@ -158,6 +174,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
         return f"unknown key; keys are nested, not joined by dots: {first}: {{{rest}: ...}}"
     if key in OTHERWISE and set(known) >= TRAINING:
         return f"unknown key; {OTHERWISE[key]}"
+    if key in METHODS:
+        return f"unknown key; write `quantization: {{method: {METHODS[key]}}}` at the top level of the config"
     for home, keys in HOMES.items():
         if key in keys and key not in known:
             return f"unknown key here; it belongs {home}"

@@ -42,12 +42,14 @@ def _pattern(value: str) -> str:
     return value
 
 
-def _modules(value: Any) -> Any:
+def _modules(value: Any, info: ValidationInfo) -> Any:
     names = value if isinstance(value, list) else [value]
     if value is not None and not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"must be a name, a pattern or a list of names, got {shown(value)}")
-    if value == []:
+    if value == [] and info.field_name != "target_modules":
         raise ValueError("must not be empty")
+    if value == [] and not info.data.get("target_parameters"):
+        raise ValueError("must not be empty without target_parameters")
     if isinstance(value, str):
         words = re.split(r"[\s,]+", value.strip())
         if len(words) > 1 and all(re.fullmatch(r"[\w.]+", word) for word in words):
@@ -109,8 +111,8 @@ class _Checked(PeftNotes, extra="forbid"):
     """The fields of PEFT's ``LoraConfig`` that can be checked without a model."""
 
     r: Rank = 8
+    target_parameters: Names = None  # before target_modules, which may be empty beside it
     target_modules: Modules = None
-    target_parameters: Names = None
     exclude_modules: Modules = None
     lora_alpha: Alpha = 8
     lora_dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
@@ -192,7 +194,8 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
 
     from mlora_ext.adapters.kind import one_by_one
     from mlora_ext.nn.idle_targets import idle_targets
-    from mlora_ext.nn.targets import linear_names, low_rank, target_layers
+    from mlora_ext.nn.parameters.targets import near_parameters
+    from mlora_ext.nn.targets import base_modules, linear_names, low_rank, target_layers
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
     plain = copy.deepcopy(lora)  # without its task: a causal model has no head for it
@@ -212,6 +215,7 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     parameters = [key for key, _ in model.named_parameters()]
     lines += [
         f"{name}: lora.target_parameters: {entry!r} matches nothing in the model"
+        f"{near_parameters([entry], base_modules(model))}"
         for entry in sorted(lora.target_parameters or ())
         if not any(f".{key}".endswith(f".{entry}") for key in parameters)
     ]

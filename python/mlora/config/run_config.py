@@ -43,6 +43,7 @@ from mlora.objectives.options import BASE_ROWS, START, ObjectiveError
 from mlora.objectives.registry import (
     CROSS_ENTROPY,
     name_of,
+    objectives_taking,
     reads_mismatched,
     reference_of,
     resolved,
@@ -389,6 +390,13 @@ def _plain(value: Any) -> Any:
     return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
 
 
+def _objectives_of(format: str) -> list[str]:
+    """Returns the names of the objectives that take data of a format."""
+    return [
+        name for kind, formats in FORMATS_OF.items() if format in formats for name in objectives_taking(kind)
+    ]
+
+
 def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yields the keys of an adapter that do not fit its datasets, and why."""
     for key in ("dataset", "eval_dataset"):
@@ -405,6 +413,8 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
             hint = ""
             if ":" in own and found in ("preference", "unpaired"):
                 hint = "; `takes: pairs` or `takes: judged` in objective says that it reads preferences"
+            elif own == CROSS_ENTROPY and (served := _objectives_of(found)):
+                hint = f"; `objective:` {' or '.join(served)} takes {found}"
             yield key, f"objective {own} needs a {key} of format {' or '.join(serve)}, got {found!r}{hint}"
     name = name_of(adapter.objective)
     if reads_mismatched(adapter.objective) and adapter.per_device_train_batch_size < 2:

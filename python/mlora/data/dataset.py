@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlora.data.file_types import refuse_other_kinds
+from mlora.data.format_hint import format_hint
 from mlora.data.formats import parser_of
 from mlora.data.label_formats import LabelRules
 from mlora.data.record import FormatError, NoTokenizerError, Prompt, Record, check_ids, json_name, text_of_key
@@ -83,7 +84,7 @@ def load_dataset(
                 "have input_ids; write all lines of a file alike"
             ) from None
         except FormatError as error:
-            raise RunError(f"{path}:{line}: {error}") from None
+            raise RunError(f"{path}:{line}: {error}{format_hint(format, fields)}") from None
         records.append((line, record))
     if not records:
         raise RunError(f"{path}: the dataset {name!r} is empty")
@@ -130,7 +131,10 @@ def fingerprint(path: str | Path) -> str:
 
 
 def read_prompt_lines(path: Path) -> list[str]:
-    """Reads ``prompt`` of each object of a ``.jsonl`` file, or each line of a text file that is not blank."""
+    """Reads ``prompt`` of each object of a ``.jsonl`` file, or each line of a text file that is not blank.
+
+    Objects without ``prompt`` may have ``text``, as those of classifiers.
+    """
     refuse_other_kinds(path, plain_text=path.suffix != ".jsonl")
     if path.suffix != ".jsonl":
         try:
@@ -140,7 +144,8 @@ def read_prompt_lines(path: Path) -> list[str]:
     prompts = []
     for number, fields in read_lines(path):
         try:
-            prompts.append(text_of_key(fields, "prompt"))
+            key = "text" if "text" in fields and "prompt" not in fields else "prompt"
+            prompts.append(text_of_key(fields, key))
         except FormatError as error:
             raise RunError(f"{path}:{number}: {error}") from None
     return prompts

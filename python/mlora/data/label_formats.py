@@ -35,8 +35,9 @@ class LabelRules:
         problem: Transformers' `problem_type`.
         count: the number of labels.
         names: what the labels are called, in the order of their ids; empty: lines have numbers.
-        flags: whether a list holds 0 or 1 for each label; else it holds the sample's labels.
-        listed: whether the config or a trained head names the labels; else the training data does.
+        flags: whether a list of numbers holds 0 or 1 for each label; else it holds the sample's labels.
+        listed: whether the config or a trained head names the labels; else the training data does. Lines may
+            have ids where names are listed.
     """
 
     task: str
@@ -181,7 +182,7 @@ def _token_label(given: Any, rules: LabelRules) -> int:
 
 def _id(given: Any, rules: LabelRules, what: str) -> int:
     """Returns the id of a label, which is a name or a number."""
-    if rules.names:
+    if rules.names and not (rules.listed and type(given) is int):
         if isinstance(given, str) and given in rules.ids:
             return rules.ids[given]
         known = ", ".join(rules.names[:_SHOWN]) + (", ..." if len(rules.names) > _SHOWN else "")
@@ -211,7 +212,7 @@ def _flags(given: Any, rules: LabelRules) -> tuple[float, ...]:
     """Returns 0 or 1 for each label."""
     if not isinstance(given, list):
         raise FormatError(f"'label' must be a list where samples have several labels, got {given!r}")
-    if rules.flags:
+    if rules.flags and not any(isinstance(one, str) for one in given):
         if len(given) != rules.count or not all(value in (0, 1) for value in given):
             raise FormatError(f"'label' must hold 0 or 1 for each of {rules.count} labels, got {given!r}")
         return tuple(map(float, given))

@@ -22,7 +22,8 @@ class BatchResult:
         units: what divides the loss: the number of trained tokens, unless its objective says otherwise.
         metrics: sums of the objective's metrics over units.
         counts: what divides those metrics that are not divided by units.
-        fault: why its objective failed; empty if it did not. `loss_sum` is NaN then, and it has no gradient.
+        fault: why its objective or its optimizer failed; empty if neither did. `loss_sum` is NaN then, and
+            the adapter has no gradient.
     """
 
     loss_sum: float

@@ -14,22 +14,19 @@ from typing import Any
 import torch
 
 from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
-from mlora.data.preference import joined
 from mlora.data.record import Sample
 from mlora.engine.adapter_state import AdapterStates, BatchResult
 from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
+from mlora.engine.batch_samples import checked_samples
 from mlora.engine.stage_group import StageGroup
 from mlora.memory.estimate import MemorySample
 from mlora.objectives.custom import FailuresOfLoss, LossError
 from mlora.objectives.label_losses import LabelObjective, SingleLabel
-from mlora.objectives.objective import CrossEntropy, Objective
-from mlora.objectives.options import START
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.optimizer import OptimizerError
 from mlora.optim.step_rule import Update
 from mlora.pipeline.order import ALONE, RoundPosition
 
-_CROSS_ENTROPY = CrossEntropy()
 _Parts = Sequence[tuple[PackedBatch, int | None]]
 """Micro-batches, each with its number in the pipeline, or None if it has nothing to compute."""
 
@@ -83,6 +80,8 @@ class Batcher:
             ValueError: if a name is unknown, or a sample is malformed.
             LossError: if an adapter's objective failed. That adapter loses what it has accumulated; the
                 others have their gradients.
+            OptimizerError: if the optimizer of an adapter of the batch failed in an earlier step. Remove that
+                adapter; the others have their gradients.
             Exception: what the model raises, such as `torch.OutOfMemoryError`. A single stage goes on, and
                 the batch's adapters lose what they have accumulated, also from earlier batches.
         """
@@ -124,7 +123,7 @@ class Batcher:
         replicas = {self._states[name].replica for name in batches}
         if len(replicas) > 1:
             raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
-        batches = self._joined(batches)
+        batches = checked_samples(self._states, batches)
         rows = {name: self._states[name].rows for name in batches}
         packed = []
         pieces = self._cut(batches, 1 if whole else self._micro_batches)
@@ -190,16 +189,15 @@ class Batcher:
 
         Args:
             future: of `start`; batches end in the order in which they started.
-            raises: whether a failed objective is an error. If not, see `BatchResult.fault`.
+            raises: whether a failed objective or optimizer is an error. If not, see `BatchResult.fault`.
 
         Returns:
             Results by adapter name.
 
         Raises:
             ValueError: if the batch is not under way, as after an error in one that started before it.
-            OptimizerError: if an adapter's optimizer failed on a stage, which made the step just before the
-                batch. Remove the adapter then.
-            Exception: as `forward_backward`.
+            LossError, OptimizerError, Exception: as `forward_backward`. Over several stages, a stage may have
+                made the step that failed just before this batch.
         """
         results: dict[str, BatchResult] = {}
         for place, (batch, number) in enumerate(future.parts):
@@ -224,16 +222,11 @@ class Batcher:
             after = self.memory_after if self._states.idle else ()
             self._admission.passed(future.measured, self.peak_memory, after)
             self._admission.left(id(future))
-        failed = [name for name in results if self._states[name].fault]
-        for name in failed:
-            reason = self._states[name].fault.partition(": ")[2]
-            results[name] = replace(results[name], loss_sum=math.nan, fault=reason)
+        results = self._with_failed(results)
         for name in (name for name, result in results.items() if result.fault):
             self._states[name].leave(Update())
-        if raises and failed:
-            raise OptimizerError(self._states[failed[0]].fault)
         if raises:
-            _raise_faults(results)
+            self._raise_faults(results)
         return results
 
     def settle(self, names: Sequence[str]) -> dict[str, str]:
@@ -261,8 +254,30 @@ class Batcher:
 
     def _flush(self, *names: str) -> None:
         """Makes the stages apply decided updates, if they have not; raises OptimizerError if one failed."""
-        for message in self.settle(names).values():
-            raise OptimizerError(message)
+        self.settle(names)
+        self._raise_failed(names)
+
+    def _raise_failed(self, names: Iterable[str]) -> None:
+        """Raises OptimizerError for the first adapter whose optimizer has failed; the base has none."""
+        for name in names:
+            if name in self._states and self._states[name].fault:
+                raise OptimizerError(self._states[name].fault)
+
+    def _raise_faults(self, results: Mapping[str, BatchResult]) -> None:
+        """Raises OptimizerError if an optimizer has failed, LossError if an objective has."""
+        self._raise_failed(results)
+        for name, result in results.items():
+            if result.fault:
+                raise LossError(f"adapter {name!r}: {result.fault}")
+
+    def _with_failed(self, results: Mapping[str, BatchResult]) -> dict[str, BatchResult]:
+        """Returns results in which adapters whose optimizer has failed have the reason and no loss."""
+        found = dict(results)
+        for name in results:
+            if name in self._states and self._states[name].fault:
+                reason = self._states[name].fault.partition(": ")[2]
+                found[name] = replace(results[name], loss_sum=math.nan, fault=reason)
+        return found
 
     def _note_failures(self, of_stages: Iterable[Mapping[str, str]]) -> None:
         """Notes which optimizers have failed; of several stages the first one counts."""
@@ -289,6 +304,8 @@ class Batcher:
         Raises:
             ValueError: if a name is unknown, or a sample is malformed.
             LossError: if an adapter's objective failed.
+            OptimizerError: if the optimizer of an adapter of the batch failed in an earlier step; nothing of
+                the batch has been computed then. Remove that adapter.
         """
         return next(self.evaluate_each([batches]))
 
@@ -305,12 +322,16 @@ class Batcher:
             The results of each batch, in their order.
 
         Raises:
-            ValueError, LossError: as `evaluate`.
+            ValueError, LossError, OptimizerError: as `evaluate`.
         """
         under_way: deque[_Parts] = deque()
         try:
             for batch in batches:
-                packed = [self._pack(piece, None) for piece in self._pieces(self._joined(batch))]
+                pieces = self._pieces(checked_samples(self._states, batch))
+                packed = [self._pack(piece, None) for piece in pieces]
+                self.settle([name for part in packed for name in part.all_owners])
+                if raises:  # not for adapters that the batch only reads, as in training
+                    self._raise_failed(name for part in packed for name in part.names)
                 under_way.append([(part, self._enter(part, train=False)) for part in packed])
                 self._count_evaluation(under_way[-1], 1)
                 if len(under_way) == 2 * self.stages * self.replicas:
@@ -331,8 +352,9 @@ class Batcher:
                     found[name] = found[name].plus(result) if name in found else result
             stack.pop_all()
         self._count_evaluation(under_way.popleft(), -1)
+        found = self._with_failed(found)
         if raises:
-            _raise_faults(found)
+            self._raise_faults(found)
         return found
 
     def _forget(self, under_way: deque[_Parts]) -> None:
@@ -358,6 +380,7 @@ class Batcher:
         Raises:
             ValueError: if a name is unknown, a sequence is empty, or an adapter predicts numbers, several
                 labels at once, or answers.
+            OptimizerError: as `evaluate`.
         """
         for owner in batches:
             objective = None if owner in (None, BASE) else self._states.of(str(owner)).objective
@@ -370,6 +393,7 @@ class Batcher:
         samples = {
             name: [Sample(tuple(ids), tuple(ids)) for ids in prompts] for name, prompts in batches.items()
         }
+        self._flush(*(str(name) for name in batches if name not in (None, BASE)))
         for part in self._pieces(samples):
             prompts = {name: [sample.input_ids for sample in own] for name, own in part.items()}
             packed = pack_prompts(prompts, device=self.device)
@@ -387,47 +411,6 @@ class Batcher:
             replica = 0 if name in (None, BASE) else self._states.of(name).replica
             found.setdefault(replica, {})[name] = rows
         return [piece for part in found.values() for piece in self._cut(part, 1)]
-
-    def _joined(self, batches: Batch) -> dict[Any, Sequence[Any]]:
-        """Returns what the adapters' samples become for their objectives; ValueError for the wrong kind."""
-        found: dict[Any, Sequence[Any]] = {}
-        for name, samples in batches.items():
-            objective = _CROSS_ENTROPY if name in (None, BASE) else self._states.of(name).objective
-            found[name] = joined(name or BASE, samples, objective)
-            self._check_reference(name, objective)
-            self._check_labels(name, found[name])
-        return found
-
-    def _check_labels(self, name: str | None, samples: Sequence[Any]) -> None:
-        """Raises ValueError for samples whose labels are not what the adapter predicts."""
-        objective = _CROSS_ENTROPY if name in (None, BASE) else self._states.of(str(name)).objective
-        for part in (part for sample in samples for part in sample.sequences):
-            if not isinstance(objective, LabelObjective):
-                if part.is_labelled:
-                    raise ValueError(
-                        f"adapter {name!r}: expected labels that are tokens, got a LabelledSample"
-                    )
-            elif not part.is_labelled:
-                raise ValueError(f"adapter {name!r}: expected a LabelledSample, got a {type(part).__name__}")
-            elif fault := objective.fault(part.labels, part.facts):
-                raise ValueError(f"adapter {name!r}: {fault}")
-
-    def _check_reference(self, name: str, objective: Objective) -> None:
-        """Raises ValueError if the adapter that an objective compares with is not beside this one."""
-        owner = objective.reference
-        if owner in (None, BASE, START):
-            return
-        known = self._states.get(str(owner))
-        if known is None or known.replica != self._states[name].replica:
-            raise ValueError(
-                f"adapter {name!r}: objective.reference: no adapter {objective.reference!r} on this engine"
-                f"{'' if known is None else ' and in its replica'}; create it first"
-            )
-        if isinstance(known.objective, LabelObjective):
-            raise ValueError(
-                f"adapter {name!r}: objective.reference: {objective.reference!r} is a classifier, which has "
-                "no log-probabilities of tokens"
-            )
 
     def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
         starts = {name: s.start for name in batches if (s := self._states.get(name)) and s.start is not None}
@@ -459,12 +442,11 @@ class Batcher:
         """Lets a micro-batch enter the pipeline; returns None if it has nothing to compute.
 
         In traces, `stream` joins the micro-batches of one batch. `start` as in `StageWorker.forward`. Rows
-        without an adapter go to `replica`.
+        without an adapter go to `replica`. Without `train`, only the last stage answers: call `_flush` before
+        the first micro-batch of the batch, which tells of failed optimizers.
         """
         if not batch.rows.numel():
             return None
-        if not train:  # no stage answers such a micro-batch but the last
-            self._flush(*batch.all_owners)
         adapters = [name for name in batch.names if name != BASE]
         common: dict[str, Any] = {
             "rows": batch.description(),
@@ -535,13 +517,6 @@ class Batcher:
                 loss, fault = math.nan, batch.faults[name]
             found[name] = BatchResult(loss, batch.tokens[name], units, totals, counts, fault)
         return result.notes, found
-
-
-def _raise_faults(results: Mapping[str, BatchResult]) -> None:
-    """Raises LossError if an objective failed."""
-    for name, result in results.items():
-        if result.fault:
-            raise LossError(f"adapter {name!r}: {result.fault}")
 
 
 def _only_read(batch: PackedBatch) -> list[str]:

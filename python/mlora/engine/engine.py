@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,11 +26,12 @@ from mlora.engine.batcher import Batcher
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.measured_samples import PIECES, MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit
-from mlora.engine.put_adapter import plain_lora, put_adapter
+from mlora.engine.put_adapter import labelled, plain_lora, put_adapter
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
+from mlora.engine.start_beside import put_start_beside
 from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
-from mlora.model.labels import add_labels, check_labels, label_objective
+from mlora.model.labels import label_objective
 from mlora.model.pretrained import skeleton
 from mlora.model.quantization_file import write_quantization
 from mlora.objectives.objective import Objective
@@ -214,6 +212,7 @@ class Engine(Batcher):
 
         Raises:
             ValueError: a name is unknown, a sample is malformed, or `device_memory` is too small.
+            LossError, OptimizerError: as `forward_backward`.
         """
         self._every("watch")
         self.finish(self.start(batches, whole=True))
@@ -386,16 +385,16 @@ class Engine(Batcher):
             raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
         labels: dict[str, Any] = {"num_labels": num_labels, "problem_type": problem_type}
         labels["label_names"] = None if label_names is None else list(label_names)
-        lora = _labelled(name, lora, init_from, labels)
+        lora = labelled(name, lora, init_from, labels)
         if not 0 <= replica < self.replicas:
             raise ValueError(f"replica: expected one below {self.replicas}, got {replica}")
         seed = self.seed if seed is None else seed
         more: dict[str, Any] = {"objective": objective, "seed": seed, "replica": replica}
         self._put(name, lora, optim, init_from=init_from, **more)
-        if self._states[name].objective.reference == START:
-            self._put_start_beside(name, optim, init_from)
         config = router_of(self.registry).adapters[name].config
         if init_from is not None:
+            if self._states[name].objective.reference == START:
+                put_start_beside(self, name, optim, init_from)
             return
 
         def put_again(other: LoraConfig) -> None:
@@ -409,28 +408,6 @@ class Engine(Batcher):
             if needs_weights(config) and start_weights is not None:
                 start_from_weights(self, name, os.fspath(start_weights))
             unless_started.pop_all()
-
-    def _put_start_beside(self, name: str, optim: OptimConfig, folder: Any) -> None:
-        """Puts the weights that an adapter starts from beside it; nobody trains them.
-
-        Adapters of a replica that start from equal weights share them.
-        """
-        own = self._states[name]
-        with ExitStack() as unless_put:
-            unless_put.callback(self.remove_adapter, name)
-            start = self._name_of_start(name, folder)
-            if not self._states.users_of(start):
-                more: dict[str, Any] = {"seed": 0, "replica": own.replica, "init_from": folder}
-                self._put(start, None, optim, objective=CROSS_ENTROPY, trained=False, **more)
-            unless_put.pop_all()
-        own.start, own.start_digest = start, _digest(self.weights(start))
-
-    def _name_of_start(self, name: str, folder: Any) -> str:
-        """Returns the name of the weights that a new adapter has from a folder, by what they are."""
-        config = plain_lora(read_config(Path(os.fspath(folder))))
-        facts = [_digest(self.weights(name)), config, self._states[name].replica]
-        found = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-        return f"{START} {found[:16]}"
 
     def _put(
         self,
@@ -562,6 +539,7 @@ class Engine(Batcher):
 
         Raises:
             ValueError: if there is no adapter of this name, or a batch of it is under way.
+            OptimizerError: if its optimizer failed in an earlier step. Remove the adapter.
         """
         adapter = self._states.at_rest(name)
         self._flush(name)
@@ -579,6 +557,7 @@ class Engine(Batcher):
 
         Raises:
             ValueError: if there is no such adapter, or a batch of it is under way.
+            OptimizerError: if its optimizer failed in an earlier step. Remove the adapter.
         """
         adapter = self._states.at_rest(name)
         self._flush(name)
@@ -640,6 +619,7 @@ class Engine(Batcher):
 
         Raises:
             ValueError: if there is no adapter of this name, or a batch of it is under way.
+            OptimizerError: if its optimizer failed in an earlier step. Remove the adapter.
         """
         self._states.at_rest(name)
         self._flush(name)
@@ -657,6 +637,8 @@ class Engine(Batcher):
 
         Raises:
             ValueError: if there is no adapter of this name, or the weights are those of another one.
+            OptimizerError: if its optimizer failed in an earlier step, unless `weights` are given. Remove the
+                adapter.
             OSError: if the folder cannot be written.
         """
         weights = self.weights(name) if weights is None else weights
@@ -718,32 +700,6 @@ class Engine(Batcher):
         arguments = {"name": name, **(arguments or {})}
         replica = self._states.at_rest(name).replica
         return self._pipeline.control(verb, arguments, first_done=first_done, replica=replica)
-
-
-def _labelled(
-    name: str, lora: LoraConfig | None, init_from: str | os.PathLike[str] | None, given: Mapping[str, Any]
-) -> LoraConfig | None:
-    """Returns an adapter's config and labels; None: that of `init_from`. ValueError if they do not fit."""
-    stored = None if init_from is None else read_config(Path(os.fspath(init_from)))
-    if lora is None and any(value is not None for value in given.values()):
-        lora = stored
-    try:
-        if lora is not None:
-            lora = copy.copy(lora)
-            add_labels(lora, given, stored)
-        config = stored if lora is None else lora
-        if config is not None:
-            check_labels(config)
-    except ValueError as error:
-        raise ValueError(f"adapter {name!r}: {error}") from error
-    return lora
-
-
-def _digest(weights: Mapping[str, Tensor]) -> str:
-    found = hashlib.sha256()
-    for key in sorted(weights):
-        found.update(key.encode() + weights[key].contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
 
 
 def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""Puts adapters on a converted model, and turns their configs into plain values for other processes."""
+"""Completes adapters' configs, puts adapters on a model, and makes configs plain for other processes."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import mlora_ext
+from mlora.model.labels import add_labels, check_labels
 from mlora.model.task_heads import check_heads, prepare_head
 from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of
 from mlora_ext.nn.add_remove import put_on
@@ -64,3 +67,22 @@ def lora_of(values: Mapping[str, Any]) -> LoraConfig:
     config = LoraConfig(**{key: value for key, value in values.items() if key not in LABEL_FIELDS})
     config.__dict__.update({key: values[key] for key in LABEL_FIELDS if key in values})
     return config
+
+
+def labelled(
+    name: str, lora: LoraConfig | None, init_from: str | os.PathLike[str] | None, given: Mapping[str, Any]
+) -> LoraConfig | None:
+    """Returns an adapter's config and labels; None: that of `init_from`. ValueError if they do not fit."""
+    stored = None if init_from is None else read_config(Path(os.fspath(init_from)))
+    if lora is None and any(value is not None for value in given.values()):
+        lora = stored
+    try:
+        if lora is not None:
+            lora = copy.copy(lora)
+            add_labels(lora, given, stored)
+        config = stored if lora is None else lora
+        if config is not None:
+            check_labels(config)
+    except ValueError as error:
+        raise ValueError(f"adapter {name!r}: {error}") from error
+    return lora

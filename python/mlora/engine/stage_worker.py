@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import mlora_ext
 from mlora.data.packing import BASE, PackedRows
 from mlora.engine.put_adapter import lora_of, put_adapter
+from mlora.engine.stage_starts import StageStarts
 from mlora.engine.tied_rows import give_head, pass_rows, rows_to_pass
 from mlora.errors import first_line, is_out_of_memory
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
-from mlora.model.original_weights import original_weights
 from mlora.objectives.custom import Unmade
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import ObjectiveError
@@ -47,8 +47,6 @@ from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.adapter_weights import neutral_names, scalings, write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
-from mlora_ext.nn.start.from_weights import ReadWeight, layers_of, start_from_weights
-from mlora_ext.nn.start.statistics import Statistics, statistics_of
 
 
 class StageWorker(Hooks, nn.Module):
@@ -66,8 +64,7 @@ class StageWorker(Hooks, nn.Module):
         self._optimizers: dict[str, Optimizer] = {}
         self._in_flight: dict[str, int] = {}
         self._failed: dict[str, str] = {}  # why the optimizer failed, until the first stage is told
-        self._statistics: dict[str, Statistics] = {}
-        self._originals: dict[str, tuple[ReadWeight, ExitStack]] = {}
+        self._starts = StageStarts(base)
         self._latest: Sequence[str] = ()
         self._peaks = PeakMemory(device)
         self._measured: dict[int, WorkMemory] = {}
@@ -138,10 +135,10 @@ class StageWorker(Hooks, nn.Module):
             "state": self._state,
             "load": self._load,
             "weights": lambda name: adapter_state(self.base.model, name),
-            "start": self._start,
-            "open_originals": self._open_originals,
-            "start_from_weights": self._start_from_weights,
-            "close_originals": self._close_originals,
+            "start": self._starts.ask,
+            "open_originals": self._starts.open_originals,
+            "start_from_weights": self._starts.from_weights,
+            "close_originals": self._starts.close_originals,
             "base_gemm": lambda dtype, library: set_base_gemm({dtype: library}),
             "base_bytes": lambda: dataclasses.asdict(self.base.nbytes),
             "memory": lambda: used_memory(self.device),
@@ -221,47 +218,9 @@ class StageWorker(Hooks, nn.Module):
         if weights is not None:
             write_weights(self.base.model, name, weights)
 
-    def _start(self, name: str, verb: str, arguments: Sequence[Any] = ()) -> Any:
-        """Does what `mlora_ext.nn.start` asks for; `begin` and `end` enclose an adapter's initialisation."""
-        if verb == "begin":
-            self._statistics[name] = statistics_of(self.base.model, name)
-            return None
-        if verb == "end":
-            self._statistics.pop(name, None)
-            return None
-        return getattr(self._statistics[name], verb)(*arguments)
-
-    def _open_originals(self, name: str, source: str) -> dict[str, Any]:
-        """Opens the original weights of an adapter's layers that are here.
-
-        Returns how many these are, or what is wrong: an error of a later stage would end all adapters.
-        """
-        model = self.base.model
-        layers = layers_of(model, name)
-        try:
-            with ExitStack() as unless_opened:
-                read = original_weights(model, source, layers, unless_opened)
-                self._originals[name] = read, unless_opened.pop_all()
-        except ValueError as error:
-            return {"fault": first_line(error)}
-        return {"layers": len(layers)}
-
-    def _start_from_weights(self, name: str, layer: str) -> dict[str, Any]:
-        """Gives an adapter LoftQ's values in a layer; returns 1 if it is here, else 0, or what is wrong."""
-        try:
-            return {"layers": start_from_weights(self.base.model, name, self._originals[name][0], layer)}
-        except ValueError as error:
-            return {"fault": first_line(error)}
-
-    def _close_originals(self, name: str) -> dict[str, Any]:
-        if name in self._originals:
-            _, stack = self._originals.pop(name)
-            stack.close()
-        return {"layers": 0}
-
     def remove(self, name: str) -> None:
         """Forgets an adapter."""
-        self._close_originals(name)
+        self._starts.close_originals(name)
         mlora_ext.remove_adapter(self.base.model, name)
         del self._optimizers[name]
         self._in_flight.pop(name, None)
@@ -384,7 +343,7 @@ class StageWorker(Hooks, nn.Module):
         base, packed = self.base, PackedRows.of(**rows, device=self.device)
         with mlora_ext.route(base.model, packed.layout, packed.adapters, steps=steps):
             if start is not None:
-                self._observe(**start)
+                self._starts.observe(**start)
             hidden = base.hidden(input_ids, packed.position_ids, packed.sequences, received)
             if not base.is_last or self._frozen_head() is not None:
                 return hidden
@@ -401,13 +360,6 @@ class StageWorker(Hooks, nn.Module):
                 model.eval()
                 stack.callback(model.train)
             return self._run(input_ids, received, rows, [0] * len(adapters))
-
-    def _observe(self, name: str, rows: Sequence[bool] | None, share: float) -> None:
-        """Shows the active route to an adapter's initialisation."""
-        self._statistics[name].take(None if rows is None else torch.tensor(rows, device="cpu"), share)
-        active = router_of(self.base.model).active
-        assert active is not None
-        active.observe(self._statistics[name])
 
     def _frozen_head(self) -> Head | None:
         """Returns the head that `losses` computes in chunks; None if `forward` computes it with autograd."""

@@ -85,7 +85,8 @@ class CustomLoss(Objective):
         options: more keyword arguments of the function.
 
     Raises:
-        ObjectiveError: `function` cannot be called, or takes no such argument; `takes` is unknown.
+        ObjectiveError: `function` cannot be called, lacks an argument or takes no such one; `takes` is
+            unknown.
 
     Example:
         >>> def simple(rows, beta=0.1):
@@ -148,8 +149,14 @@ class CustomLoss(Objective):
             )
 
     def _check(self) -> None:
-        """Raises ObjectiveError for an option that the function does not take."""
-        accepted = inspect.signature(self.function).parameters.values()
+        """Raises ObjectiveError for an option that the function lacks or does not take."""
+        accepted = list(inspect.signature(self.function).parameters.values())
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        for each in accepted[1:]:
+            if each.kind in by_name and each.default is each.empty and each.name not in self._options:
+                raise ObjectiveError(
+                    f"{self.name} lacks the argument {each.name}; add `{each.name}:` to objective"
+                )
         if any(each.kind is each.VAR_KEYWORD for each in accepted):
             return
         known = [each.name for each in accepted][1:]

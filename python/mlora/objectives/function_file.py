@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
-from mlora.errors import first_line
+from mlora.errors import first_line, spelt_alike
 from mlora.objectives.imported_files import imported_files
 from mlora.objectives.options import ObjectiveError
 
@@ -43,9 +43,15 @@ def function_of(name: str, folder: Path | str | None = None) -> Any:
         found: Any = _read(module).module
         for part in function.split("."):
             if not hasattr(found, part):
-                raise AttributeError(f"it has no {function!r}")
+                raise AttributeError(f"it has no {function!r}{_near(part, found)}")
             found = getattr(found, part)
         return found
+
+
+def _near(word: str, found: Any) -> str:
+    """Returns the end of a message: which function of a module or class is spelt most alike, if one is."""
+    near = spelt_alike(word, [name for name, value in vars(found).items() if callable(value)])
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def sources_of(name: str) -> Mapping[str, str]:

@@ -133,6 +133,16 @@ def takes(spec: Any) -> Takes:
     return options.get("takes", "sequences") if ":" in name else _entry(name).takes
 
 
+def objectives_taking(kind: str) -> list[str]:
+    """Returns the names of the objectives that take this kind of samples."""
+    return [name for name, entry in _OBJECTIVES.items() if entry.takes == kind]
+
+
+def objectives_with(option: str) -> list[str]:
+    """Returns the names of the objectives that have an option."""
+    return [name for name, entry in _OBJECTIVES.items() if option in entry.options.model_fields]
+
+
 def metrics_of(spec: Any) -> Sequence[str] | None:
     """Returns the names of the metrics that an objective reports; None: not known before it is used."""
     name, _ = _split(spec)

@@ -116,10 +116,12 @@ def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path, find: Finds) ->
     if task == "SEQ_CLS":
         own["problem_type"] = problem
     where, names, listed = "", tuple[str, ...](), "label_names" in labels_of(lora)
-    if found.is_text and problem != REGRESSION:
-        names = tuple(own["label_names"]) if listed else _names(adapter, path, found, own.get("num_labels"))
+    if listed:
+        names = tuple(own["label_names"])
+    elif found.is_text and problem != REGRESSION:
+        names = _names(adapter, path, found, own.get("num_labels"))
         own |= {"num_labels": len(names), "label_names": list(names)}
-        if len(names) == 1 and not listed:
+        if len(names) == 1:
             where = f" in {path}, {names[0]!r}; list all of them in label_names"
     if found.first is None and own.get("num_labels") is None:
         own["num_labels"] = 2  # whoever reads the lines tells what they lack
@@ -128,7 +130,7 @@ def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path, find: Finds) ->
     except ValueError as error:
         raise RunError(f"{error}{where}") from error
     count = int(own["num_labels"])
-    flags = not names and problem == MULTI_LABEL and found.are_flags(count)
+    flags = not found.is_text and problem == MULTI_LABEL and found.are_flags(count)
     return LabelRules(task, problem, count, names, flags, listed)
 
 

@@ -131,6 +131,8 @@ def test_a_classifier_predicts_its_label(run: Run, tiny_base: Path, tmp_path: Pa
     ]
     assert [answer["label"] for answer in answers[::2]] == expected
     assert set(expected) != {0}
+    own = run("generate", tmp_path / "run", "--prompts", tmp_path / "labels.jsonl", "-a", "first", "--json")
+    assert [json.loads(line) for line in own.stdout.splitlines()] == answers[::2]
     plain = run("generate", tmp_path / "run", "-a", "first", *asked)
     assert plain.stdout.splitlines() == [
         f"[first] {prompt} | label {label}" for prompt, label in zip(prompts, expected, strict=True)

@@ -54,6 +54,12 @@ def test_overrides_reach_keys_indices_and_names(base: dict) -> None:
     assert base["seed"] == 7
 
 
+def test_a_misspelt_item_leads_to_the_nearest(base: dict) -> None:
+    base["adapters"][0]["name"] = "sums"
+    with pytest.raises(RunError, match=r"no item is named 'smus'; did you mean 'sums'\?$"):
+        apply_override(base, "adapters.smus.learning_rate=1")
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

@@ -4,11 +4,13 @@ line for every malformed line."""
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from mlora.config.config_file import resolve_config
+from mlora.config.sections import DatasetConfig
 from mlora.data.dataset import Dataset, Prompt, load_dataset
+from mlora.data.format_hint import _KEYS, format_hint
 from mlora.errors import RunError
 from mlora.run.run import train
 from tiny_run import save_tokenizer, write_jsonl
@@ -136,6 +138,17 @@ def test_alpaca_trains_the_output_after_stanfords_prompt(load, tokenizer) -> Non
     ("format", "record", "expected"),
     [
         ("messages", {"text": "a"}, "'messages' is missing; the line has 'text'"),
+        (
+            "text",
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "'text' is missing; the line has 'prompt', 'chosen', 'rejected'; "
+            "lines with 'prompt', 'chosen', 'rejected' are format preference",
+        ),
+        (
+            "alpaca",
+            {"prompt": "a", "completion": "b", "label": 1, "source": "c"},
+            "lines with 'prompt', 'completion', 'label' are format unpaired",
+        ),
         ("messages", {"messages": []}, "'messages' is empty; at least one message is needed"),
         ("messages", {"messages": "hi"}, "'messages' must be a list of objects, got text"),
         ("messages", {"messages": [*ASKED, "hi"]}, "messages[2] must be an object, got text"),
@@ -202,7 +215,7 @@ def test_alpaca_trains_the_output_after_stanfords_prompt(load, tokenizer) -> Non
 )
 def test_malformed_lines_are_named(load, tmp_path: Path, format: str, record: dict, expected: str) -> None:
     good = {"messages": ASKED, "conversations": [{"from": "human", "value": "a"}], "instruction": "a"}
-    good |= {"output": "b", "prompt": "a", "completion": "b"}
+    good |= {"output": "b", "prompt": "a", "completion": "b", "text": "a"}
     with pytest.raises(RunError) as error:
         load(format, good, record)
     assert str(error.value).startswith(f"{tmp_path}/d.jsonl:2: ")
@@ -271,3 +284,9 @@ def test_adapters_of_every_format_train_together(tiny_base: Path, tmp_path: Path
     written = len("user:a\nassistant:b\n") + 1
     assert trained == {"messages": 4, "sharegpt": 2 * (written - 1), "prompt_completion": 6, "alpaca": 0}
     assert result.adapters["prompt_completion"].eval_exact_match == {"before": 0.0, "after": 0.0}
+
+
+def test_every_format_has_keys_of_lines() -> None:
+    formats = get_args(DatasetConfig.model_fields["format"].annotation)
+    assert set(_KEYS) == set(formats)
+    assert [format_hint(one, dict.fromkeys(_KEYS[one][0], 1)) for one in formats] == [""] * len(formats)

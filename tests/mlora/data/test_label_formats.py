@@ -20,6 +20,11 @@ NUMBER, PAIR = (LabelRules("SEQ_CLS", "regression", count) for count in (1, 2))
 SEVERAL = LabelRules("SEQ_CLS", "multi_label_classification", 3)
 FLAGS = LabelRules("SEQ_CLS", "multi_label_classification", 3, flags=True)
 TOPICS = LabelRules("SEQ_CLS", "multi_label_classification", 3, ("news", "sport", "war"))
+LISTED = LabelRules("SEQ_CLS", "single_label_classification", 2, ("bad", "good"), listed=True)
+LISTED_FLAGS = LabelRules(
+    "SEQ_CLS", "multi_label_classification", 3, ("news", "sport", "war"), flags=True, listed=True
+)
+LISTED_TOPICS = LabelRules("SEQ_CLS", "multi_label_classification", 3, ("news", "sport", "war"), listed=True)
 TOKENS = LabelRules("TOKEN_CLS", "single_label_classification", 3)
 NAMED_TOKENS = LabelRules("TOKEN_CLS", "single_label_classification", 2, ("NAME", "O"))
 ANSWERS = LabelRules("QUESTION_ANS", "", 2)
@@ -53,6 +58,11 @@ def load(
         (FLAGS, [0, 1, 1], 0, (0.0, 1.0, 1.0)),
         (FLAGS, [True, False, 1.0], 0, (1.0, 0.0, 1.0)),
         (TOPICS, ["war", "news"], 0, (1.0, 0.0, 1.0)),
+        (LISTED, 1, 1, ()),
+        (LISTED, "good", 1, ()),
+        (LISTED_FLAGS, [1, 0, 1], 0, (1.0, 0.0, 1.0)),
+        (LISTED_FLAGS, ["war", "news"], 0, (1.0, 0.0, 1.0)),
+        (LISTED_TOPICS, ["war", 0], 0, (1.0, 0.0, 1.0)),
     ],
 )
 def test_the_label_of_a_line(
@@ -130,6 +140,8 @@ def answered(text: Any, start: Any) -> dict[str, Any]:
         (SINGLE, {"label": 0}, "'input_ids' is missing; the line has 'label'"),
         (NAMED, IDS | {"label": "ugly"}, "'label': expected one of the known labels (bad, good), got 'ugly'"),
         (NAMED, IDS | {"label": 1}, "'label': expected one of the known labels (bad, good), got 1"),
+        (LISTED, IDS | {"label": 2}, "'label': label 2 is outside of 0 to 1 (num_labels: 2)"),
+        (LISTED, IDS | {"label": True}, "'label': expected one of the known labels (bad, good), got True"),
         (NUMBER, IDS | {"label": "1"}, "'label' must be a number in a regression, got '1'"),
         (NUMBER, IDS | {"label": float("nan")}, "'label' must be a number in a regression, got nan"),
         (NUMBER, IDS | {"label": 10**400}, "'label' must be a number in a regression, got 1000"),

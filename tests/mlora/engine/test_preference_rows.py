@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from mlora.data.preference import Judged, Pair, joined
 from mlora.data.record import Sample, sequence_lengths
+from mlora.engine.batch_samples import checked_samples
 from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions, spans_of
@@ -336,7 +337,7 @@ def test_adapters_share_their_start(tmp_path: Path) -> None:
     assert frozen
     assert not any(p.requires_grad or p.grad is not None for p in frozen)
     data = pairs(3, 1)
-    packed = engine._pack(engine._joined({"a": data, "b": data, "c": data}), None)
+    packed = engine._pack(checked_samples(engine._states, {"a": data, "b": data, "c": data}), None)
     assert packed.silent is not None
     assert packed.silent.names == (shared, own)
     assert len(packed.silent.sequences) == 4 * len(data)
@@ -367,17 +368,27 @@ def test_adapters_share_their_start(tmp_path: Path) -> None:
     assert engine.adapters == ["old", "other", "c", "a", "b"]
 
 
-def test_the_digest_of_a_start_is_that_of_its_weights(tmp_path: Path) -> None:
-    """Checkpoints hold it, so it stays as it is."""
+def test_the_digest_of_a_start_is_that_of_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints hold it, so it stays as it is. It is computed once for each adapter."""
     engine = Engine(make("llama"), seed=1)
     engine.create_adapter("old", LoraConfig(**LORA), OPTIM)
     engine.save("old", tmp_path)
     spec = {"name": "dpo", "reference": "init_from"}
-    engine.create_adapter("own", None, OPTIM, objective=spec, init_from=tmp_path)
+    gathered: list[str] = []
+    weights = engine.weights
+    monkeypatch.setattr(engine, "weights", lambda name: gathered.append(name) or weights(name))
+    for name in ("own", "shares"):
+        engine.create_adapter(name, None, OPTIM, objective=spec, init_from=tmp_path)
+    assert gathered == ["own", "shares"]
+    (start,) = (name for name in router_of(engine.model).adapters if name.startswith("init_from "))
+    assert all(torch.equal(one, weights("own")[key]) for key, one in weights(start).items())
     found = hashlib.sha256()
     for key, tensor in sorted(load_file(tmp_path / "adapter_model.safetensors").items()):
         found.update(key.encode() + tensor.contiguous().numpy().tobytes())
-    assert engine.state_dict("own")["start_digest"] == found.hexdigest()
+    for name in ("own", "shares"):
+        assert engine.state_dict(name)["start_digest"] == found.hexdigest()
 
 
 def test_a_start_takes_no_other_adapters_place(tmp_path: Path) -> None:

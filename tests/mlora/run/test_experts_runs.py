@@ -7,6 +7,8 @@ from typing import Any
 import mlora
 import pytest
 from mlora.config.config_file import resolve_config
+from mlora.config.lora_fields import LoraFields
+from safetensors.torch import load_file
 
 from tests.mixtures import mixture
 from tests.mlora.command_line import invoke
@@ -72,13 +74,30 @@ def test_validate_refuses_in_one_line(tmp_path: Path, changes: dict[str, Any], m
 
 def test_validate_warns_of_names_and_ranks_that_do_nothing(tmp_path: Path) -> None:
     data = run_of(tmp_path / "1", 1)
-    names = [*LORA["target_parameters"], "experts.up"]
+    names = [*LORA["target_parameters"], "experts.up_proj"]
     data["adapters"][0]["lora"] = LORA | {"r": 20, "target_parameters": names}
     result = invoke("validate", write_run(tmp_path / "1", data))
     told = " ".join((result.stdout + result.stderr).split())
     assert result.exit_code == 0, told
-    assert "lora.target_parameters: 'experts.up' matches nothing in the model" in told
+    assert "'experts.up_proj' matches nothing in the model; did you mean 'experts.gate_up_proj'?" in told
     assert re.search(r"lora.r: 20 is too high; model.layers.0.mlp.\w+ can use \d+ at most", told)
+
+
+def test_parameters_alone_are_targets(tmp_path: Path) -> None:
+    data = run_of(tmp_path / "1", 1)
+    data["adapters"], data["defaults"]["max_steps"] = data["adapters"][:1], 1
+    data["adapters"][0]["lora"] = LORA | {"target_modules": []}
+    name = data["adapters"][0]["name"]
+    assert mlora.train(resolve_config(data, folder=tmp_path / "1")).status == "finished"
+    saved = load_file(tmp_path / "1" / "run" / "adapters" / name / "adapter_model.safetensors")
+    assert saved
+    assert all(".mlp." in key for key in saved)
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules"])
+def test_an_empty_list_alone_is_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}\n.*must not be empty"):
+        LoraFields.model_validate({field: []})
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -8,7 +8,7 @@ import pytest
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig
 from mlora.config.sections import DatasetConfig
-from mlora.data.dataset import read_lines
+from mlora.data.dataset import load_dataset, read_lines
 from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
 from mlora.errors import RunError
@@ -52,7 +52,12 @@ def rules_of(
         ([[-100], ["O", -100, "B"]], {"task": "TOKEN_CLS"}, LabelRules("TOKEN_CLS", SINGLE, 2, ("B", "O"))),
         ([[0, -100]], {"task": "TOKEN_CLS", "num_labels": 2}, LabelRules("TOKEN_CLS", SINGLE, 2)),
         (["b"], {"label_names": ["b", "a"]}, LabelRules("SEQ_CLS", SINGLE, 2, ("b", "a"), listed=True)),
-        ([1], {"label_names": ["b", "a"]}, LabelRules("SEQ_CLS", SINGLE, 2, listed=True)),
+        ([1], {"label_names": ["b", "a"]}, LabelRules("SEQ_CLS", SINGLE, 2, ("b", "a"), listed=True)),
+        (
+            [[0, 1], [1, 1]],
+            {"label_names": ["b", "a"]},
+            LabelRules("SEQ_CLS", SEVERAL, 2, ("b", "a"), flags=True, listed=True),
+        ),
         (
             [["a"]],
             {"label_names": ["b", "a"], "num_labels": 2},
@@ -105,6 +110,21 @@ def test_rules_follow_from_the_lines(
 def test_refused(tmp_path: Path, labels: list[Any], keys: dict[str, Any], message: str) -> None:
     with pytest.raises(RunError, match=message):
         rules_of(tmp_path, labels, **keys)
+
+
+@pytest.mark.parametrize("training", [["O", "B"], [0, 1], [1, "O"]])
+@pytest.mark.parametrize("evaluation", [["B", "O"], [1, 0], ["B", 0], [1, "O"]])
+@pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS"])
+def test_listed_names_and_ids_mix_in_all_files(
+    tmp_path: Path, task: str, training: list[Any], evaluation: list[Any]
+) -> None:
+    """The training data need not write labels as the evaluation data does, nor any file as its first line."""
+    key, wrap = ("labels", lambda label: [label]) if task == "TOKEN_CLS" else ("label", lambda label: label)
+    rules = rules_of(tmp_path, [wrap(label) for label in training], task, label_names=["O", "B", "C"])
+    lines = [{"input_ids": [5], key: wrap(label)} for label in evaluation]
+    path = write_jsonl(tmp_path / "held-out.jsonl", lines)
+    found = load_dataset("held", path, "classification", max_length=8, vocab_size=9, labels=rules).samples
+    assert [sample.labels for sample in found] == [(1,), (0,)]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,9 @@ def test_a_checkpoint_with_the_digest_of_the_loss_alone(tiny_base: Path, tmp_pat
         ("losses.gone:loss", "No module named 'losses', and there is no {losses}/gone.py"),
         ("losses.mine:loss", "'losses'; for {losses}/mine.py write losses/mine.py:loss"),
         ("broken:loss", "broken.py:loss: cannot be imported: SyntaxError: '(' was never closed"),
-        ("lacking:los", "lacking.py:los: cannot be imported: it has no 'los'"),
+        ("lacking:los", "lacking.py:los: cannot be imported: it has no 'los'; did you mean 'loss'?"),
+        ("lacking:other", "it has no 'other'"),
+        ("lacking:weighed", "lacks the argument weight; add `weight:` to objective"),
         ("sub/gone.py:loss", "sub/gone.py:loss: cannot be imported: [Errno 2] No such file"),
         ("raising:loss", "raising.py:loss: cannot be imported: NameError: name 'torhc' is not defined"),
     ],
@@ -116,7 +118,7 @@ def test_a_function_that_cannot_be_imported_is_one_line(
     tiny_base: Path, tmp_path: Path, name: str, expected: str
 ) -> None:
     (tmp_path / "broken.py").write_text("def loss(rows:\n")
-    (tmp_path / "lacking.py").write_text("def loss(rows): ...\n")
+    (tmp_path / "lacking.py").write_text("def loss(rows): ...\ndef weighed(rows, weight): ...\n")
     (tmp_path / "losses").mkdir()
     (tmp_path / "losses" / "mine.py").write_text("def loss(rows): ...\n")
     (tmp_path / "raising.py").write_text("torhc.nn\n")
@@ -125,7 +127,7 @@ def test_a_function_that_cannot_be_imported_is_one_line(
     with pytest.raises(RunError) as error:
         resolve_config(data, folder=tmp_path)
     (line,) = str(error.value).splitlines()
-    assert line.startswith("config: adapters[0].objective.name: ")
+    assert line.startswith(f"config: adapters[0].objective{'' if 'lacks' in expected else '.name'}: ")
     assert expected.format(tmp_path / "nowhere.py", losses=tmp_path / "losses") in line
 
 

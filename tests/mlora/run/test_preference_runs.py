@@ -198,6 +198,10 @@ def test_what_does_not_fit_is_refused_in_one_line(tiny_base: Path, tmp_path: Pat
     assert told(plain, dataset="judged").startswith(
         "dataset: objective cross_entropy needs a dataset of format tokens or text or prompt_completion or"
     )
+    assert told(plain, dataset="judged").endswith("got 'unpaired'; `objective:` kto takes unpaired")
+    assert told(plain, dataset="pairs").endswith(
+        "got 'preference'; `objective:` dpo or cpo or simpo or orpo takes preference"
+    )
     assert told(orpo, objective={"name": "orpo", "lambda": 1}) == (
         "objective.lambda: unknown option of orpo; its options: beta"
     )

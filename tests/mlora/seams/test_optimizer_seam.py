@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import mlora
 import pytest
 import torch
 from mlora.config.config_file import resolve_config
+from mlora.data.preference import Pair
 from mlora.data.record import Sample
 from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
@@ -91,6 +94,10 @@ class FailingAtLast(Failing):
     fails_after = 5
 
 
+class FailingAtFirst(Failing):
+    fails_after = 0
+
+
 UNSEEN: dict[str, Any] = {"eval_dataset": None, "eval_steps": None}
 BEST = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
 
@@ -162,6 +169,62 @@ def test_an_engine_names_the_adapter_and_goes_on(tiny_base: Path) -> None:
             engine.remove_adapter("bad")
         assert engine.optim_step("good").grad_norm > 0
         assert engine.evaluate({"good": [sample]})["good"].finite
+
+
+def test_an_evaluation_in_pieces_leaves_none_under_way(
+    tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer of the second piece's adapter fails: the first piece has not entered then."""
+    register_optimizer("failing", FailingAtFirst)
+    sample = Sample((5, 6, 7, 8), (5, 6, 7, 8))
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    asked: list[Callable[[], object]] = [
+        lambda: engine.evaluate({"good": [sample], "bad": [sample]}),
+        lambda: engine.next_tokens({"good": [[5, 6]], "bad": [[5, 6]]}),
+    ]
+    with Engine(str(tiny_base), stages=2) as engine:
+        monkeypatch.setattr(engine, "_cut", lambda batch, least: [{key: batch[key]} for key in batch])
+        engine.create_adapter("good", lora, OptimConfig(lr_scheduler_type="constant"))
+        for ask in asked:
+            engine.create_adapter("bad", lora, OptimConfig(optim="failing", lr_scheduler_type="constant"))
+            engine.forward_backward({"bad": [sample]})
+            engine.optim_step("bad")
+            with pytest.raises(OptimizerError, match="adapter 'bad': its optimizer"):
+                ask()
+            assert not engine._pipeline._under_way
+            assert engine.idle
+            engine.remove_adapter("bad")
+        assert engine.evaluate({"good": [sample]})["good"].finite
+        assert not engine._pipeline._results
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_one_that_fails_is_no_error_of_those_that_read_its_adapter(tiny_base: Path, stages: int) -> None:
+    """Training and evaluation are alike, and a batch of the adapter itself tells the reason if asked to."""
+    register_optimizer("failing", FailingAtFirst)
+    sample, other = Sample((5, 6, 7, 8), (-100, 6, 7, 8)), Sample((5, 6, 9, 8), (-100, 6, 9, 8))
+    lora, pair = LoraConfig(r=2, target_modules=["q_proj"]), Pair(sample, other)
+    constant = OptimConfig(lr_scheduler_type="constant")
+    spec = {"name": "dpo", "reference": "bad"}
+    with Engine(str(tiny_base), stages=stages) as engine:
+        engine.create_adapter("bad", lora, replace(constant, optim="failing"))
+        engine.create_adapter("reader", lora, constant, objective=spec)
+        engine.forward_backward({"bad": [sample]})
+        with pytest.raises(OptimizerError) if stages == 1 else nullcontext():
+            engine.optim_step("bad")
+        evaluated = engine.evaluate({"reader": [pair]})["reader"]
+        trained = engine.forward_backward({"reader": [pair]})["reader"]
+        assert evaluated.loss == pytest.approx(trained.loss, rel=1e-6)
+        assert engine.evaluate({"reader": [pair]})["reader"] == evaluated
+        batch = {"bad": [sample], "reader": [pair]}
+        (found,) = engine.evaluate_each([batch], raises=False)
+        for results in (found, engine.finish(engine.start(batch), raises=False)):
+            assert results["bad"].fault.startswith("its optimizer (failing) failed in step 1: Zero")
+            assert not results["bad"].finite
+            assert results["reader"].fault == ""
+        for ask in (engine.discard_gradients, engine.state_dict, engine.weights):
+            with pytest.raises(OptimizerError, match="adapter 'bad': its optimizer"):
+                ask("bad")
 
 
 def test_its_state_counts_in_the_memory_that_a_task_needs(tiny_base: Path) -> None:
