@@ -89,6 +89,7 @@ print(ptx.count("fma.rn.f32"), ptx.count("add.f32") + ptx.count("add.rn.f32"))
 """
 
 
+@pytest.mark.nightly
 def test_fp32_blocks_are_summed_by_themselves(tmp_path: Path) -> None:
     """Not in one chain with the sums of the blocks before, into which the compiler may join them."""
     (tmp_path / "sums.py").write_text(SUMS)

@@ -38,8 +38,13 @@ def config_of(how: str, **fields: Any) -> LoraConfig:
     return LoraConfig(init_lora_weights=how, **given)
 
 
-def data_of(how: str, count: int = 4) -> list[dict[str, torch.Tensor]]:
-    """Batches of tokens, some without a label. PEFT's CorDA takes one sample a batch."""
+def data_of(how: str, count: int | None = None) -> list[dict[str, torch.Tensor]]:
+    """Batches of tokens, some without a label. PEFT's CorDA takes one sample a batch.
+
+    CorDA inverts the inputs' covariance, so it gets more rows than a layer has inputs: the inverse of a
+    singular one, which both sides damp, magnifies rounding.
+    """
+    count = count or (16 if how == "corda" else 4)
     draw = torch.Generator(torch.get_default_device()).manual_seed(1)
     found = []
     for _ in range(count):

@@ -74,7 +74,7 @@ def test_samples_and_settings_that_do_not_fit_are_refused() -> None:
 def test_kinds_that_an_embedding_does_not_serve_change_nothing() -> None:
     model = make("llama")
     with pytest.raises(
-        ValueError, match=r"adapter 'a': layer model.embed_tokens is of class Embedding, .*'dora'"
+        ValueError, match=r"adapter 'a': layer model.embed_tokens is of class Embedding, .*use_dora=True"
     ):
         mx.convert_model(model, {"a": LoraConfig(use_dora=True, target_modules=["embed_tokens", "q_proj"])})
     assert not any(isinstance(module, mx.MultiLoRALinear) for module in model.modules())

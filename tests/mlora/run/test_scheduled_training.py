@@ -151,6 +151,7 @@ def test_it_ends_alike_whenever_it_is_cut_off(data: dict[str, Any], tmp_path: Pa
             assert_same(run, tmp_path / "whole")
 
 
+@pytest.mark.nightly
 def test_it_ends_alike_when_it_dies_again_and_again(data: dict[str, Any], tmp_path: Path) -> None:
     data["defaults"]["save_steps"] = 1
     run_to_end(data, tmp_path, "whole", {("high", 1): urgent(data, tmp_path, "whole")})
