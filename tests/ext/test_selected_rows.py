@@ -68,7 +68,7 @@ def test_as_peft_for_each_adapter_alone() -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_alone_as_together_with_dropout(checkpointed: bool) -> None:
-    model, given = mx.convert_model(switch(), lora(0.4)).train(), batch()
+    model, given = mx.convert_model(switch().double(), lora(0.4)).train(), batch()
     for name in "ab":
         for parameter in mx.adapter_parameters(model, name).values():
             parameter.data.normal_(std=0.2)
