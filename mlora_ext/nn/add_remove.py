@@ -28,7 +28,7 @@ from .over_module import RowSource, plain_module
 from .routing.route import LayerGroup
 from .routing.router import AdapterInfo, router_of
 from .targets import linear_layers, target_layers
-from .trained_copies import TrainedCopies
+from .trained.copies import TrainedCopies
 from .unconverted_state import MOVED, check_layer, check_module
 
 if TYPE_CHECKING:

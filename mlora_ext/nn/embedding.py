@@ -17,7 +17,7 @@ from ..adapters.lora_config import init_kind
 from ..adapters.trained_parts import TRAINED_ROWS
 from .over_module import OverModule, RowSource, plain_module
 from .routing.row_groups import by_adapter, row_groups
-from .trained_rows import positions, start_rows
+from .trained.rows import positions, start_rows
 
 
 class MultiLoRAEmbedding(RowSource, OverModule):

@@ -11,10 +11,10 @@ from .linear import MultiLoRALinear
 from .over_module import OverModule
 from .parameters.experts import MultiLoRAExperts
 from .parameters.matrix import MultiLoRAMatrix
-from .row_head import TrainedRowsLinear
-from .sample_copies import SampleCopies
-from .task_heads import TaskHeads
-from .trained_copies import TrainedCopies
+from .trained.copies import TrainedCopies
+from .trained.row_head import TrainedRowsLinear
+from .trained.sample_copies import SampleCopies
+from .trained.task_heads import TaskHeads
 
 LAYER_KINDS: tuple[type[AdapterLayer], ...] = (
     MultiLoRALinear,

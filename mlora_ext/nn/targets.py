@@ -20,8 +20,8 @@ from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
 from .over_module import OverModule
 from .parameters.targets import check_parameters, in_order, is_weight, near_parameters, target_parameters
-from .tied_weights import refuse_tied_targets
-from .trained_targets import trained_layers
+from .trained.targets import trained_layers
+from .trained.tied_weights import refuse_tied_targets
 
 if TYPE_CHECKING:
     from peft import LoraConfig

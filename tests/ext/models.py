@@ -14,7 +14,7 @@ import mlora_ext as mx
 from mlora_ext.nn.adapter_layer import AdapterLayer
 from mlora_ext.nn.adapter_weights import adapter_layers
 from mlora_ext.nn.over_module import RowSource
-from mlora_ext.nn.trained_copies import TrainedCopies
+from mlora_ext.nn.trained.copies import TrainedCopies
 
 VOCABULARY = 61
 NAMES = ["a", "b", "__base__", "a"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..task_heads import TaskHeads
+from ..trained.task_heads import TaskHeads
 
 if TYPE_CHECKING:
     from peft import LoraConfig

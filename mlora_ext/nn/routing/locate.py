@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..adapter_layer import AdapterLayer
 from ..linear import MultiLoRALinear
-from ..trained_copies import Copies
+from ..trained.copies import Copies
 from .call_kind import Call, kind_of, sizes_of
 from .other_contents import special_tokens
 from .patches import patches_of

@@ -25,10 +25,10 @@ from mlora_ext.nn.interop.body_names import check_body_names
 from mlora_ext.nn.layer_kinds import layer_kind
 from mlora_ext.nn.linear import MultiLoRALinear
 from mlora_ext.nn.routing.router import router_of
-from mlora_ext.nn.row_head import TrainedRowsLinear
-from mlora_ext.nn.sample_copies import SampleCopies
-from mlora_ext.nn.task_heads import TaskHeads
-from mlora_ext.nn.trained_copies import TrainedCopies
+from mlora_ext.nn.trained.copies import TrainedCopies
+from mlora_ext.nn.trained.row_head import TrainedRowsLinear
+from mlora_ext.nn.trained.sample_copies import SampleCopies
+from mlora_ext.nn.trained.task_heads import TaskHeads
 
 if TYPE_CHECKING:
     from peft import LoraConfig

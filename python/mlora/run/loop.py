@@ -26,7 +26,8 @@ from mlora.optim.optimizer import OptimizerError
 from mlora.pipeline import PipelineError
 from mlora.run.evaluation import evaluate_losses, exact_matches
 from mlora.run.forecasts import forecast_lines
-from mlora.run.prepare import Prepared, fingerprints
+from mlora.run.inputs import fingerprints
+from mlora.run.prepare import Prepared
 from mlora.run.stages import less_memory
 from mlora.run.task_states import compare, never_best, read_best, write_best
 from mlora.run.trial_losses import not_measured

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,25 +26,26 @@ from mlora.errors import RunError, first_fault, first_line, is_out_of_memory
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
-from mlora.objectives.options import ObjectiveError
-from mlora.objectives.registry import digests_of, name_of, sources_of_loss
 from mlora.offload.base_bytes import BaseBytes
 from mlora.optim.registry import optimizer_kind
 from mlora.planning.task_memory import LIMIT, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
+from mlora.run.inputs import check_inputs, check_losses, losses_of
 from mlora.run.preflight import check_blocks, check_folders
-from mlora.run.reporter import Reporter, some
+from mlora.run.reporter import Reporter
 from mlora.run.stages import Member, loading_fault, stage_0
 from mlora.run.task_table import TaskTable
 from mlora.run.trial_losses import faults_of_own_losses
 from mlora.scheduler import token_balanced
 from mlora.tasks.groups import held_batches, most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder, check_loss
-from mlora_ext.adapters.trained_parts import labels_of
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
+
+
+_NOTHING = "every adapter was refused; nothing to train"
 
 
 @dataclass(eq=False)
@@ -91,26 +89,14 @@ def prepare(
     decision of a run without a checkpoint; None = decide anew. `trace` is the number of spans that each stage
     keeps. `measure` asks for `Prepared.loaded` and `placed`.
     """
-    # first, so that a fault shows before the data is read, which may take long
     device = choose_device(config.device, dtype_of(config))
-    for key, reason in not_served(config.method, config.offload, device).items():
-        raise RunError(f"{path_of(key)}: {reason}")
-    _check_optimizers(config, device)
-    check_folders(config)
+    _check_config(config, device)
     earlier = left_by_runs(torch.device(device))
     base = BaseInfo(config.base_model, config.base_folder)
-    if base.quantization is not None:
-        for key, reason in quantization_faults(config).items():
-            raise RunError(f"{path_of(key)}: {reason}")
-    check_blocks(config, base.blocks)
+    _check_base(config, base)
     losses = losses_of(config)
-    kept = checkpoint.get("losses", losses) if checkpoint else losses
-    for name in {**kept, **losses}:
-        if kept.get(name) != losses.get(name):
-            raise RunError(
-                f"sweep: the loss {name} changed since the checkpoint, and its trials could not be compared; "
-                "put its files back, or train anew with `mlora sweep RUN.yaml --overwrite`"
-            )
+    if checkpoint:
+        check_losses(losses, checkpoint)
     builder = TaskBuilder(config, base)
     tasks, refused, faults = _tasks(config, builder, checkpoint, came or {})
     if not checkpoint:
@@ -121,14 +107,9 @@ def prepare(
         reporter.fault(f"{', '.join(names)}: refused: {message}")
     for line in builder.warnings:
         reporter.warn(line)
-    if config.sweep and config.sweep.metric == "eval_loss" and "objective" in config.sweep.search:
-        reporter.warn(
-            "sweep.metric: search changes objective, and losses of different objectives cannot be compared; "
-            "rank by another metric, such as rewards/accuracies"
-        )
     if not tasks and not config.sweep:
-        raise RunError("every adapter was refused; nothing to train")
-    sweep = sweep_of(config)
+        raise RunError(_NOTHING)
+    sweep = sweep_of(config, warn=reporter.warn)
     with ExitStack() as unless_prepared:
         with warnings_to(reporter), _disk_faults():
             trials = [] if tasks else _some_trials(config, builder, torch.device(device))
@@ -143,22 +124,33 @@ def prepare(
             decisions = Decisions(config, table)
             if checkpoint:
                 for task in table.alive():
-                    if not _is_as_in(checkpoint, task):
-                        changed = changed_input(task, checkpoint["data"][task.name])
-                        raise RunError(
-                            f"{task.name}: {changed} changed since the checkpoint; put that back, or "
-                            "train anew with `mlora train RUN.yaml --overwrite`"
-                        )
+                    check_inputs(task, checkpoint)
                 decisions.restore(checkpoint)
             else:
                 if memory:
                     reporter.note("scheduler.memory_limit: looking at what adapters need")
                 decisions.start(entry)
         if not table.tasks and not config.sweep:
-            raise RunError("every adapter was refused; nothing to train")
+            raise RunError(_NOTHING)
         unless_prepared.pop_all()
     iteration, seconds = (checkpoint["iteration"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
     return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded, placed, losses)
+
+
+def _check_config(config: RunConfig, device: str) -> None:
+    """Refuses what the device does not serve, before any data is read. Raises RunError."""
+    for key, reason in not_served(config.method, config.offload, device).items():
+        raise RunError(f"{path_of(key)}: {reason}")
+    _check_optimizers(config, device)
+    check_folders(config)
+
+
+def _check_base(config: RunConfig, base: BaseInfo) -> None:
+    """Refuses what the base model does not serve. Raises RunError."""
+    if base.quantization is not None:
+        for key, reason in quantization_faults(config).items():
+            raise RunError(f"{path_of(key)}: {reason}")
+    check_blocks(config, base.blocks)
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder, device: torch.device) -> list[Task]:
@@ -182,10 +174,18 @@ def _some_trials(config: RunConfig, builder: TaskBuilder, device: torch.device) 
     return found[: config.at_once]
 
 
-def sweep_of(config: RunConfig) -> Sweep | None:
-    """Returns the run's sweep, if it holds one. Raises RunError if Optuna refuses the config."""
+def sweep_of(config: RunConfig, warn: Callable[[str], object] | None = None) -> Sweep | None:
+    """Returns the run's sweep, if it holds one. Raises RunError if Optuna refuses the config.
+
+    `warn` is told of losses that cannot be compared.
+    """
     if config.sweep is None:
         return None
+    if warn and config.sweep.metric == "eval_loss" and "objective" in config.sweep.search:
+        warn(
+            "sweep.metric: search changes objective, and losses of different objectives cannot be compared; "
+            "rank by another metric, such as rewards/accuracies"
+        )
     from mlora.sweep.trials import Sweep  # imports Optuna
 
     return Sweep(config)
@@ -344,52 +344,3 @@ def _progress(name: str, checkpoint: dict[str, Any]) -> Progress:
         return TypeAdapter(Progress).validate_python(checkpoint["tasks"][name])
     except ValidationError as error:
         raise RunError(f"{name}: cannot be restored: tasks.{name}.{first_fault(error)}") from error
-
-
-def _is_as_in(checkpoint: Mapping[str, Any], task: Task) -> bool:
-    """Whether a task's data, labels and loss are those of a checkpoint.
-
-    One of an earlier version may have the digest of a loss's own file without those of files that it imports.
-    """
-    now, kept = fingerprints(task), checkpoint["data"][task.name]
-    imported = len(digests_of(task.config.objective)[1:])
-    return now == kept or ("losses" not in checkpoint and now[: len(now) - imported] == kept)
-
-
-def losses_of(config: RunConfig) -> dict[str, list[str]]:
-    """Returns the SHA-256 of each file of the own losses that trials of a sweep may have, by their names."""
-    found: dict[str, list[str]] = {}
-    for sample in config.sweep.samples() if config.sweep else []:
-        with suppress(ObjectiveError):  # trials with this loss are refused
-            objective = sample.get("objective", config.defaults.objective)
-            if digests := digests_of(objective):
-                found[name_of(objective)] = digests
-    return found
-
-
-def fingerprints(task: Task) -> list[str]:
-    """Returns the SHA-256 of each of a task's data files, of its labels and of its own loss, as read."""
-    return [*_digests_of_data(task).values(), *digests_of(task.config.objective)]
-
-
-def _digests_of_data(task: Task) -> dict[str, str]:
-    """Returns the SHA-256 of a task's data files and of its labels, by what they are called in messages."""
-    found = {"its data": task.data, "its evaluation data": task.eval_data}
-    digests = {f"{what} ({data.path})": data.fingerprint for what, data in found.items() if data is not None}
-    labels = {} if task.lora is None else labels_of(task.lora)
-    if labels:
-        file = task.config.init_from and Path(task.config.init_from) / "labels.json"
-        what = f"its labels ({file})" if file else "its labels"
-        digests[what] = hashlib.sha256(json.dumps(labels, sort_keys=True).encode()).hexdigest()
-    return digests
-
-
-def changed_input(task: Task, stored: Sequence[str]) -> str:
-    """Returns what differs from the `stored` result of `fingerprints`; at least one part does."""
-    data = _digests_of_data(task)
-    changed = [what for (what, now), old in zip(data.items(), stored, strict=False) if now != old]
-    code, before = sources_of_loss(task.config.objective), set(stored[len(data) :])
-    files = [path for path, digest in code.items() if digest not in before]
-    if files:
-        changed.append(f"its loss ({some(files)})")
-    return " and ".join(changed) or "the files that its loss imports"

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from ..adapters.kind import LayerSpec, ParameterSpec
-from ..adapters.trained_parts import TRAINED_ROWS
-from .over_module import OverModule, RowSource, plain_module
-from .plain_linear import is_plain_linear, is_transposed
-from .routing.row_groups import by_adapter, row_groups
-from .trained_rows import start_rows
+from ...adapters.kind import LayerSpec, ParameterSpec
+from ...adapters.trained_parts import TRAINED_ROWS
+from ..over_module import OverModule, RowSource, plain_module
+from ..plain_linear import is_plain_linear, is_transposed
+from ..routing.row_groups import by_adapter, row_groups
+from .rows import start_rows
 
 
 class TrainedRowsLinear(RowSource, OverModule):

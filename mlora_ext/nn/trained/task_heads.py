@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..adapters.kind import LayerSpec, TensorSpec
-from ..adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS
-from ..ops.functional import scaling_dtype
-from .adapter_layer import AdapterLayer
-from .over_module import ModuleWeight
-from .routing.route import LayerGroup
-from .routing.router import Router
-from .trained_copies import Copies, TrainedCopies
+from ...adapters.kind import LayerSpec, TensorSpec
+from ...adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS
+from ...ops.functional import scaling_dtype
+from ..adapter_layer import AdapterLayer
+from ..over_module import ModuleWeight
+from ..routing.route import LayerGroup
+from ..routing.router import Router
+from .copies import Copies, TrainedCopies
 
 
 class TaskHeads(TrainedCopies):

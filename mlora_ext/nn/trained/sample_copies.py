@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..adapters.kind import TensorSpec
-from ..adapters.trained_parts import TRAINED_COPY
-from .over_module import plain_module
-from .routing.row_groups import by_adapter, row_groups
-from .trained_copies import TrainedCopies, acts_on_samples, why_not_copied
+from ...adapters.kind import TensorSpec
+from ...adapters.trained_parts import TRAINED_COPY
+from ..over_module import plain_module
+from ..routing.row_groups import by_adapter, row_groups
+from .copies import TrainedCopies, acts_on_samples, why_not_copied
 
 
 class SampleCopies(TrainedCopies):

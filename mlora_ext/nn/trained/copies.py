@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..adapters.kind import LayerSpec, TensorSpec
-from ..adapters.trained_parts import TRAINED_COPY
-from ..frozen.plain import PlainWeight
-from .adapter_layer import AdapterLayer
-from .batch_statistics import follow_mode
-from .linear import MultiLoRALinear
-from .over_module import OverModule, plain_module
-from .routing.row_groups import by_adapter, row_groups
+from ...adapters.kind import LayerSpec, TensorSpec
+from ...adapters.trained_parts import TRAINED_COPY
+from ...frozen.plain import PlainWeight
+from ..adapter_layer import AdapterLayer
+from ..batch_statistics import follow_mode
+from ..linear import MultiLoRALinear
+from ..over_module import OverModule, plain_module
+from ..routing.row_groups import by_adapter, row_groups
 
 _WITHIN_SAMPLES = (
     nn.modules.conv._ConvNd,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters.kind import LayerSpec
+from ...adapters.kind import LayerSpec
 
 
 def positions(tokens: Sequence[int], ids: Tensor) -> tuple[Tensor, Tensor]:

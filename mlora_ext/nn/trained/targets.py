@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..adapters.kind import LayerSpec
-from ..adapters.trained_parts import (
+from ...adapters.kind import LayerSpec
+from ...adapters.trained_parts import (
     TRAINED_COPY,
     TRAINED_ROWS,
     head_kind,
     task_heads,
     task_of,
 )
-from .layer_kinds import layer_kind
-from .over_module import plain_module
+from ..layer_kinds import layer_kind
+from ..over_module import plain_module
+from .copies import why_not_copied
 from .task_heads import TaskHeads
 from .tied_weights import input_embedding, tied_copies, tied_to_embedding
-from .trained_copies import why_not_copied
 
 if TYPE_CHECKING:
     from peft import LoraConfig

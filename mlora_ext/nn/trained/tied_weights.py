@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..adapters.kind import LayerSpec
-from ..adapters.trained_parts import TRAINED_COPY
+from ...adapters.kind import LayerSpec
+from ...adapters.trained_parts import TRAINED_COPY
 
 if TYPE_CHECKING:
     from peft import LoraConfig
