@@ -151,12 +151,12 @@ def how_to_train_again(result: RunResult) -> list[str]:
         return []
     kinds = " or ".join(sorted({adapter.state for adapter in ended}))
     submit, resume = f"mlora submit {result.output_dir} TASK.yaml", f"mlora resume {result.output_dir}"
+    if any(ONE_STAGE in adapter.message for adapter in ended):
+        resume += " --set pipeline.stages=1"
     line = (
         f"to train a {kinds} adapter after all, correct what its error names, give it another name and "
         f"submit it: `{submit}`, then `{resume}`"
     )
-    if any(ONE_STAGE in adapter.message for adapter in ended):
-        line += f"; one that needs one stage goes on with `{resume} --set pipeline.stages=1`"
     stopped = [adapter for adapter in ended if adapter.state == "stopped"]
     if any(adapter.saved_step is None for adapter in stopped):
         line += "; it begins anew: no weights of a stopped adapter are kept"

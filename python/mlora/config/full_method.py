@@ -43,6 +43,13 @@ def full_faults(config: Any) -> dict[Location, str]:
                 "without a reference, such as cpo, simpo or orpo",
             ),
             "eval_exact_match": (adapter.eval_exact_match, "is not served with method: full; remove it"),
+            **{
+                key: (
+                    getattr(adapter, key) is not None,
+                    "is of heads; method: full has none",
+                )
+                for key in ("num_labels", "problem_type", "label_names")
+            },
             "load_best_model_at_end": (
                 rule is not None and rule.loads,
                 "method: full keeps the last weights only; set it to false",

@@ -26,12 +26,18 @@ _KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
 def format_hint(format: str, fields: Mapping[str, Any]) -> str:
     """Returns the end of an error about a line: the format that has its keys.
 
-    Empty if the line has all keys of its own format, or those of none. The format that takes most of the
-    line's keys is named.
+    Empty if the line has all keys of its own format, those of none, or only keys that its own format has,
+    too. The format that takes most of the line's keys is named.
     """
-    if any(fields.keys() >= set(keys) for keys in _KEYS[format]):
+    own = [set(keys) for keys in _KEYS[format]]
+    if any(fields.keys() >= keys for keys in own):
         return ""
-    found = [(other, keys) for other, kinds in _KEYS.items() for keys in kinds if fields.keys() >= set(keys)]
+    found = [
+        (other, keys)
+        for other, kinds in _KEYS.items()
+        for keys in kinds
+        if fields.keys() >= set(keys) and not any(mine >= set(keys) for mine in own)
+    ]
     if not found:
         return ""
     other, keys = max(found, key=lambda each: len(each[1]))

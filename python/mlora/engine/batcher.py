@@ -421,7 +421,10 @@ class Batcher:
                 packed.units[name] = packed.tokens[name]
                 try:
                     with FailuresOfLoss(objective):
-                        packed.units[name] = index(objective.units(samples, packed.tokens[name]))
+                        units = index(objective.units(samples, packed.tokens[name]))
+                        if units < 0:
+                            raise ValueError(f"units: expected 0 or more, got {units}")
+                        packed.units[name] = units
                 except LossError as error:
                     packed.faults[name] = str(error)
         return packed

@@ -201,6 +201,8 @@ class Engine(Batcher):
     def forecast(self, batches: Mapping[str, Sequence[Sample]]) -> list[Forecast]:
         """Runs a batch, drops its gradients, and predicts how long such batches take on each stage.
 
+        Adapters whose objective fails add nothing.
+
         With `OffloadOptions.activations="auto"` each stage plans then what becomes of its blocks'
         activations. No result depends on the plan.
 
@@ -212,10 +214,10 @@ class Engine(Batcher):
 
         Raises:
             ValueError: a name is unknown, a sample is malformed, or `device_memory` is too small.
-            LossError, OptimizerError: as `forward_backward`.
+            OptimizerError: if an adapter's optimizer failed in an earlier step. Remove the adapter.
         """
         self._every("watch")
-        self.finish(self.start(batches, whole=True))
+        self.finish(self.start(batches, whole=True), raises=False)
         for name in batches:
             self.discard_gradients(name)
         tokens = sum(sample.rows for samples in batches.values() for sample in samples)

@@ -13,7 +13,7 @@ from mlora.errors import RunError, first_fault
 from mlora.files.disk import read_tensors, write_tensors
 
 PATTERN = re.compile(r"step-(\d{8})\.pt")
-FORMAT = 11
+FORMAT = 12
 
 
 class _Payload(BaseModel):
@@ -80,7 +80,10 @@ def load_checkpoint(
             warn(f"{error}{before}")
             continue
         if not isinstance(payload, dict) or payload.get("format") != FORMAT:
-            raise RunError(f"{path}: was written by another version of mlora")
+            raise RunError(
+                f"{path}: was written by another version of mlora; use that one, or train anew with "
+                "`mlora train RUN.yaml --overwrite`"
+            )
         try:
             _Payload.model_validate(payload)
         except ValidationError as error:

@@ -10,48 +10,67 @@ from pathlib import Path
 from typing import Any
 
 from mlora.config.run_config import RunConfig
+from mlora.data.dataset import fingerprint
 from mlora.errors import RunError
 from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import digests_of, name_of, sources_of_loss
 from mlora.run.reporter import some
-from mlora.tasks.task import Task
+from mlora.tasks.task import Task, check_loss
 from mlora_ext.adapters.trained_parts import labels_of
 
 
-def check_losses(losses: Mapping[str, list[str]], checkpoint: Mapping[str, Any]) -> None:
-    """Raises RunError if a loss of a sweep's trials changed since the checkpoint.
+def check_sweep(inputs: Mapping[str, list[str]], checkpoint: Mapping[str, Any]) -> None:
+    """Raises RunError if what a sweep's trials begin with changed since the checkpoint.
 
     Args:
-        losses: what `losses_of` returns now.
-        checkpoint: with `losses`; one of an earlier version has none, and is taken as it is.
+        inputs: what `inputs_of_sweep` returns now.
+        checkpoint: with the `sweep_inputs` of then.
     """
-    kept = checkpoint.get("losses", losses)
-    for name in {**kept, **losses}:
-        if kept.get(name) != losses.get(name):
+    kept = checkpoint["sweep_inputs"]
+    for what in {**kept, **inputs}:
+        if kept.get(what) != inputs.get(what):
             raise RunError(
-                f"sweep: the loss {name} changed since the checkpoint, and its trials could not be compared; "
-                "put its files back, or train anew with `mlora sweep RUN.yaml --overwrite`"
+                f"sweep: {what} changed since the checkpoint, and its trials could not be compared; put that "
+                "back, or train anew with `mlora sweep RUN.yaml --overwrite`"
             )
 
 
 def check_inputs(task: Task, checkpoint: Mapping[str, Any]) -> None:
     """Raises RunError if a task's data, labels or loss changed since the checkpoint."""
-    if not _is_as_in(checkpoint, task):
-        changed = _changed_input(task, checkpoint["data"][task.name])
+    kept = checkpoint["data"][task.name]
+    if fingerprints(task) != kept:
+        changed = _changed_input(task, kept)
         raise RunError(
             f"{task.name}: {changed} changed since the checkpoint; put that back, or "
             "train anew with `mlora train RUN.yaml --overwrite`"
         )
 
 
-def losses_of(config: RunConfig) -> dict[str, list[str]]:
-    """Returns the SHA-256 of each file of the own losses that trials of a sweep may have, by their names."""
+def inputs_of_sweep(config: RunConfig) -> dict[str, list[str]]:
+    """Returns the SHA-256 of each file that trials of a sweep may begin with, by what messages call it.
+
+    These are data, the files of their own losses, and the weights in folders of `init_from`. A run without a
+    sweep has none: its tasks have `fingerprints`.
+
+    Raises:
+        RunError: if a loss's file changed since this process read it.
+    """
+    if config.sweep is None:
+        return {}
     found: dict[str, list[str]] = {}
-    for sample in config.sweep.samples() if config.sweep else []:
+    samples = [config.defaults.model_dump() | sample for sample in config.sweep.samples()]
+    named = {sample.get(key) for sample in samples for key in ("dataset", "eval_dataset")}
+    for data in (each for each in config.datasets if each.name in named):
+        with suppress(RunError):  # trials whose data cannot be read are refused
+            found[f"the dataset {data.name} ({data.path})"] = [fingerprint(data.path)]
+    for folder in config.sweep.folders:
+        files = sorted(Path(folder).glob("adapter_model.*"))
+        found[f"init_from ({folder})"] = [fingerprint(file) for file in files]
+    for sample in samples:
         with suppress(ObjectiveError):  # trials with this loss are refused
-            objective = sample.get("objective", config.defaults.objective)
-            if digests := digests_of(objective):
-                found[name_of(objective)] = digests
+            if digests := digests_of(sample["objective"]):
+                check_loss(sample["objective"])
+                found[f"the loss {name_of(sample['objective'])}"] = digests
     return found
 
 
@@ -70,16 +89,6 @@ def _digests_of_data(task: Task) -> dict[str, str]:
         what = f"its labels ({file})" if file else "its labels"
         digests[what] = hashlib.sha256(json.dumps(labels, sort_keys=True).encode()).hexdigest()
     return digests
-
-
-def _is_as_in(checkpoint: Mapping[str, Any], task: Task) -> bool:
-    """Whether a task's data, labels and loss are those of a checkpoint.
-
-    One of an earlier version may have the digest of a loss's own file without those of files that it imports.
-    """
-    now, kept = fingerprints(task), checkpoint["data"][task.name]
-    imported = len(digests_of(task.config.objective)[1:])
-    return now == kept or ("losses" not in checkpoint and now[: len(now) - imported] == kept)
 
 
 def _changed_input(task: Task, stored: Sequence[str]) -> str:

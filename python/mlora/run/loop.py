@@ -246,6 +246,9 @@ class TrainingLoop:
         progress.open_counts = added(progress.open_counts, result.counts)
         complete = task.plan.ends_step(progress.batches)
         progress.batches += 1
+        if complete and not progress.open_units:
+            self._stop(task, "", f"the objective's units of step {progress.step + 1} sum to 0")
+            return False
         return complete and self._step(task)
 
     def _step(self, task: Task) -> bool:
@@ -306,6 +309,8 @@ class TrainingLoop:
         for task in tasks:
             if not losses[task.name].finite:
                 self._stop(task, f"eval_loss after step {task.progress.step}", losses[task.name].fault)
+            elif not losses[task.name].units:
+                self._stop(task, "", "the objective's units of the evaluation data sum to 0")
         tasks = [task for task in tasks if task.progress.state == "running"]
         asked = [
             task
@@ -406,7 +411,7 @@ class TrainingLoop:
             "decisions": self._decisions.state(self._run.iteration),
             "refused": self._table.refused,
             "data": {task.name: fingerprints(task) for task in self._table.alive()},
-            "losses": dict(self._run.losses),
+            "sweep_inputs": dict(self._run.sweep_inputs),
             "total_steps": {task.name: task.total_steps for task in self._table.tasks},
             "tasks": {task.name: asdict(task.progress) for task in self._table.tasks},
         }

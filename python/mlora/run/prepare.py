@@ -31,7 +31,7 @@ from mlora.optim.registry import optimizer_kind
 from mlora.planning.task_memory import LIMIT, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
-from mlora.run.inputs import check_inputs, check_losses, losses_of
+from mlora.run.inputs import check_inputs, check_sweep, inputs_of_sweep
 from mlora.run.preflight import check_blocks, check_folders
 from mlora.run.reporter import Reporter
 from mlora.run.stages import Member, loading_fault, stage_0
@@ -57,7 +57,7 @@ class Prepared:
         seconds: wall time of earlier parts of the run.
         loaded: bytes that this process used before any adapter, after a small micro-batch; 0 = not measured.
         placed: where the bytes of the base model are, for each stage; empty = not measured.
-        losses: what `losses_of` returned.
+        sweep_inputs: what `inputs_of_sweep` returned.
     """
 
     config: RunConfig
@@ -69,7 +69,7 @@ class Prepared:
     seconds: float = 0.0
     loaded: int = 0
     placed: Sequence[BaseBytes] = ()
-    losses: Mapping[str, list[str]] = field(default_factory=dict)
+    sweep_inputs: Mapping[str, list[str]] = field(default_factory=dict)
 
 
 def prepare(
@@ -94,9 +94,9 @@ def prepare(
     earlier = left_by_runs(torch.device(device))
     base = BaseInfo(config.base_model, config.base_folder)
     _check_base(config, base)
-    losses = losses_of(config)
+    sweep_inputs = inputs_of_sweep(config)
     if checkpoint:
-        check_losses(losses, checkpoint)
+        check_sweep(sweep_inputs, checkpoint)
     builder = TaskBuilder(config, base)
     tasks, refused, faults = _tasks(config, builder, checkpoint, came or {})
     if not checkpoint:
@@ -134,7 +134,7 @@ def prepare(
             raise RunError(_NOTHING)
         unless_prepared.pop_all()
     iteration, seconds = (checkpoint["iteration"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
-    return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded, placed, losses)
+    return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded, placed, sweep_inputs)
 
 
 def _check_config(config: RunConfig, device: str) -> None:
@@ -162,7 +162,7 @@ def _some_trials(config: RunConfig, builder: TaskBuilder, device: torch.device) 
     for fields in config.sweep.samples() if config.sweep else []:
         try:
             adapter = AdapterConfig.model_validate(config.defaults.model_dump() | fields)
-            check_loss(adapter)
+            check_loss(adapter.objective)
             found.append(builder.build(adapter))
         except RunError as error:
             faults.append(str(error))
@@ -236,7 +236,7 @@ def _tasks(
             tasks.append(builder.ended(adapter, checkpoint["total_steps"][adapter.name]))
         else:
             try:
-                check_loss(adapter)
+                check_loss(adapter.objective)
                 tasks.append(builder.build(adapter, datasets))
             except RunError as error:
                 if checkpoint:

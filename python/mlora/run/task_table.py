@@ -204,7 +204,7 @@ class TaskTable:
             try:
                 adapter, datasets = submitted(name, content)
                 if "trial" not in content:  # all trials have the loss that the sweep began with
-                    check_loss(adapter)
+                    check_loss(adapter.objective)
                 task = self._builder.build(adapter, datasets)
             except RunError as error:
                 self.refuse(name, str(error))

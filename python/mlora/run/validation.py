@@ -48,8 +48,7 @@ class Validated(NamedTuple):
 def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
     """Reads, checks and loads all that a run needs before its first step; writes nothing.
 
-    An ``output_dir`` that is not empty, and more
-    memory than is free, are only warnings.
+    An ``output_dir`` that is not empty, and more memory than is free, are only warnings.
     """
     reporter = reporter or Reporter()
     folder = RunFolder(config.output_dir)

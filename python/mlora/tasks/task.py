@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,7 +15,7 @@ from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import AdapterConfig, RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.data.dataset import Dataset, load_dataset
-from mlora.data.found_labels import find_labels
+from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
 from mlora.data.preference import joined
 from mlora.data.record import Sample, sequence_lengths
@@ -22,7 +24,7 @@ from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import ObjectiveError
-from mlora.objectives.registry import Style, check_unchanged, objective_of, style_of
+from mlora.objectives.registry import check_unchanged, objective_of, style_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.tasks.classifiers import label_rules, needs_no_tokenizer
 from mlora.tasks.init_from import check_init_from
@@ -181,8 +183,8 @@ class TaskBuilder:
         self._config = config
         self._base = base
         self._datasets = {dataset.name: dataset for dataset in config.datasets}
-        self._find_labels = cache(find_labels)  # once for all adapters of a file
-        self._loaded: dict[tuple[str, str, str, int, bool, Style, LabelRules | None], Dataset] = {}
+        self._found_labels = cache(lambda path, task, _version: find_labels(path, task))
+        self._loaded: dict[tuple[Hashable, ...], Dataset] = {}
 
     def build(self, adapter: AdapterConfig, datasets: Sequence[DatasetConfig] = ()) -> Task:
         """Reads an adapter's data and checks everything that needs no weights of the model.
@@ -232,6 +234,19 @@ class TaskBuilder:
             adapter, plan.seed, data, None, plan, total_steps, None, optim_config(adapter, total_steps)
         )
 
+    def _find_labels(self, path: Path, task: str) -> FoundLabels:
+        """Returns `find_labels`, read once for all adapters of a file."""
+        return self._found_labels(path, task, self._version(path))
+
+    def _version(self, path: str | Path) -> tuple[int, int] | None:
+        """Returns what tells a file from an earlier one, for submitted tasks; None: trials read the first."""
+        if self._config.sweep is not None:
+            return None
+        with suppress(OSError):
+            found = os.stat(path)
+            return found.st_mtime_ns, found.st_size
+        return None
+
     def _plan(self, adapter: AdapterConfig, data: Dataset) -> BatchPlan:
         return BatchPlan(
             samples=len(data.samples),
@@ -246,6 +261,7 @@ class TaskBuilder:
         key = (
             dataset.name,
             dataset.path,
+            self._version(dataset.path),
             dataset.format,
             adapter.max_length,
             adapter.assistant_only_loss,
@@ -269,10 +285,10 @@ class TaskBuilder:
         return self._loaded[key]
 
 
-def check_loss(adapter: AdapterConfig) -> None:
-    """Raises RunError if a file of an adapter's own loss has changed since this process read it."""
+def check_loss(objective: Any) -> None:
+    """Raises RunError if a file of one's own loss has changed since this process read it."""
     try:
-        check_unchanged(adapter.objective)
+        check_unchanged(objective)
     except ObjectiveError as error:
         raise RunError(str(error)) from error
 

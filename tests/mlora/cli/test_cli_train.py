@@ -15,7 +15,7 @@ from mlora.objectives import function_file
 from mlora.run.prepare import prepare
 from mlora.tasks.result import AdapterResult, RunResult
 from safetensors.torch import load_file
-from tiny_run import run_data, write_run
+from tiny_run import run_data, save_base, write_run
 
 
 def test_train_prints_plain_lines_and_a_table(run: Run, tiny_base: Path, tmp_path: Path) -> None:
@@ -214,6 +214,25 @@ def test_what_a_stopped_or_refused_adapter_needs() -> None:
     assert found[0][0].endswith("then `mlora resume out`")
     assert found[1][0].startswith("to train a refused or stopped adapter after all")
     assert found[1][0].endswith(
-        "one that needs one stage goes on with `mlora resume out --set pipeline.stages=1`"
+        "`mlora submit out TASK.yaml`, then `mlora resume out --set pipeline.stages=1`"
     )
     assert found[2] == []
+
+
+def test_what_needs_one_stage_trains_as_it_is_told(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base = save_base(tmp_path / "base", tie_word_embeddings=True)
+    data = run_data(base, tmp_path, pipeline={"stages": 2})
+    lora = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}
+    data["adapters"][0] |= {"lora": lora | {"ensure_weight_tying": True}}
+    del data["adapters"][0]["eval_dataset"], data["adapters"][0]["eval_steps"]
+    run("train", write_run(tmp_path, data))
+    assert f"then `mlora resume {tmp_path / 'run'} --set pipeline.stages=1`" in " ".join(
+        capfd.readouterr().out.split()
+    )
+    task = tmp_path / "task.yaml"
+    task.write_text(yaml.safe_dump(data["adapters"][0] | {"name": "again", "max_steps": 2}))
+    assert run("submit", tmp_path / "run", task).exit_code == 0
+    resumed = run("resume", tmp_path / "run", "--set", "pipeline.stages=1")
+    assert "again: finished at step 2" in (resumed.stdout + capfd.readouterr().out).splitlines()

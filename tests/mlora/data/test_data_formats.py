@@ -289,4 +289,20 @@ def test_adapters_of_every_format_train_together(tiny_base: Path, tmp_path: Path
 def test_every_format_has_keys_of_lines() -> None:
     formats = get_args(DatasetConfig.model_fields["format"].annotation)
     assert set(_KEYS) == set(formats)
-    assert [format_hint(one, dict.fromkeys(_KEYS[one][0], 1)) for one in formats] == [""] * len(formats)
+    for one in formats:
+        line = dict.fromkeys(_KEYS[one][0], 1)
+        found = {other: format_hint(other, line) for other in formats}
+        assert found[one] == ""
+        assert any(hint.endswith(f"are format {one}") for hint in found.values()), one
+
+
+@pytest.mark.parametrize(
+    ("format", "line"),
+    [
+        ("classification", {"text": "a"}),
+        ("unpaired", {"prompt": "a", "completion": "b"}),
+        ("question_answering", {"input_ids": [1], "start_positions": 0}),
+    ],
+)
+def test_a_line_that_lacks_one_key_is_of_no_other_format(format: str, line: dict) -> None:
+    assert format_hint(format, line) == ""

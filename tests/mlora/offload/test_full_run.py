@@ -12,6 +12,7 @@ import pytest
 import torch
 from limited_runs import Watching, ask, die, interrupt
 from mlora.config.config_file import resolve_config
+from mlora.config.run_config import AdapterConfig
 from mlora.data.packing import pack
 from mlora.engine.full_engine import FullEngine
 from mlora.errors import RunError
@@ -218,6 +219,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run_at_its_last_checkpoint(
         ({"scheduler": {"memory_limit": "1GiB"}}, "scheduler.memory_limit: decides which adapters run"),
         ({"lora": {"r": 4}}, r"adapters\[0\].lora: method: full trains all weights; remove it"),
         ({"optim": "sgd"}, r"adapters\[0\].optim: method: full trains with AdamW, got 'sgd'; remove it"),
+        ({"num_labels": 2}, r"adapters\[0\].num_labels: is of heads; method: full has none"),
+        ({"label_names": ["a", "b"]}, r"adapters\[0\].label_names: is of heads; method: full has none"),
+        ({"problem_type": "regression"}, r"adapters\[0\].problem_type: is of heads"),
         ({"loraplus_lr_ratio": 2}, r"adapters\[0\].loraplus_lr_ratio: is a rate of lora_B"),
         (
             {"early_stopping_patience": 2},
@@ -229,7 +233,7 @@ def test_what_it_does_not_do_is_refused(
     base: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     data = full_data(base, tmp_path)
-    if changes.keys() & {"lora", "early_stopping_patience", "optim", "loraplus_lr_ratio"}:
+    if changes.keys() <= AdapterConfig.model_fields.keys():
         data["adapters"][0] |= changes
     else:
         data |= changes

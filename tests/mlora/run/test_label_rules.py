@@ -1,10 +1,12 @@
 """What a run reads from the lines of a training file about its labels."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from limited_runs import Watching, ask, submission
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig
 from mlora.config.sections import DatasetConfig
@@ -13,10 +15,11 @@ from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
 from mlora.errors import RunError
 from mlora.model.base_info import BaseInfo
+from mlora.run.run import train
 from mlora.tasks.classifiers import label_rules, needs_no_tokenizer
 from mlora.tasks.task import TaskBuilder
 from peft import LoraConfig
-from tiny_run import write_jsonl
+from tiny_run import run_data, write_jsonl
 
 from mlora_ext.adapters.trained_parts import labels_of
 
@@ -206,3 +209,22 @@ def test_a_file_with_a_byte_order_mark_is_read(tiny_base: Path, tmp_path: Path) 
     config = resolve_config(data, folder=tmp_path)
     task = TaskBuilder(config, BaseInfo(config.base_model)).build(config.adapters[0])
     assert [len(sample.input_ids) for sample in task.data.samples] == [2, 1]
+
+
+def test_labels_of_a_file_that_is_mended_while_the_run_goes_on(tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    data["datasets"].append({"name": "mood", "path": "mood.jsonl", "format": "classification"})
+    data["adapters"] = [data["adapters"][1]]
+    lora = {"r": 2, "target_modules": ["q_proj"], "task_type": "SEQ_CLS"}
+
+    def submit(name: str, last: Any) -> None:
+        labels = ["x", "y", last]
+        write_jsonl(tmp_path / "mood.jsonl", [{"text": "abc", "label": label} for label in labels])
+        content = submission(data, tmp_path, name, dataset="mood", max_steps=1, lora=lora)
+        ask(tmp_path / "run", "submit", name, content)
+
+    acts = {("second", 2): lambda: submit("wrong", 7), ("second", 5): lambda: submit("right", "z")}
+    found = train(resolve_config(data, folder=tmp_path), reporter=Watching(acts)).adapters
+    assert (found["wrong"].state, found["right"].state) == ("refused", "finished")
+    names = json.loads((tmp_path / "run" / "adapters" / "right" / "labels.json").read_text())
+    assert list(names["id2label"].values()) == ["x", "y", "z"]

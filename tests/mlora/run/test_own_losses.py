@@ -8,12 +8,10 @@ from typing import Any
 
 import mlora
 import pytest
-import torch
 from mlora.config.config_file import load_config, resolve_config
 from mlora.data.record import Sample
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
-from mlora.files.checkpoint import list_checkpoints
 from mlora.objectives import registry
 from mlora.objectives.custom import CustomLoss, LossError
 from mlora.objectives.objective import LossOfOwner, Objective
@@ -72,29 +70,6 @@ def test_a_file_beside_the_yaml(tiny_base: Path, tmp_path: Path, monkeypatch: py
     assert resume(tmp_path / "run").status == "finished"
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
-
-
-def test_a_checkpoint_with_the_digest_of_the_loss_alone(tiny_base: Path, tmp_path: Path) -> None:
-    """As commit bfbf5c04 wrote it: without those of files that the loss imports."""
-    write_loss(tmp_path, "of_old")
-    data = run_data(tiny_base, tmp_path)
-    data["adapters"] = [data["adapters"][0] | {"objective": "of_old:loss"}]
-    told = Watching({("first", 3): interrupt})
-    assert mlora.train(resolve_config(data, folder=tmp_path), reporter=told).status == "interrupted"
-    path = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
-    payload = torch.load(path, weights_only=True)
-    *others, main, helper = payload["data"]["first"]
-    for digests, more, fault in (
-        ([*others, main], {"losses": {}}, True),
-        ([*others, helper], {}, True),
-        ([*others, main], {}, False),
-    ):
-        old = {key: value for key, value in payload.items() if key != "losses"}
-        torch.save(old | {"data": {"first": digests}} | more, path)
-        if fault:
-            with pytest.raises(RunError, match=r"first: its loss \(\S+of_old\.py\) changed since"):
-                resume(tmp_path / "run")
-    assert resume(tmp_path / "run").status == "finished"
 
 
 @pytest.mark.parametrize(

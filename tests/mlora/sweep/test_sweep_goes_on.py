@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from limited_runs import Watching, die, interrupt
+from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.objectives import function_file
 from mlora.queue.task_queue import TaskQueue
-from mlora.run.run import resume
+from mlora.run.run import resume, train
 from mlora.sweep.proposal import trials_begun
 from sweep_runs import Crowd, sweep, table
 from tiny_run import lines, weights
@@ -188,6 +189,48 @@ def test_a_loss_that_was_edited_between_its_trials(data: dict[str, Any], tmp_pat
     function_file._helpers_of.cache_clear()
     assert resume(tmp_path / "run").status == "finished"
     assert len(table(tmp_path / "run")) == 4
+
+
+def test_a_loss_that_was_edited_before_another_sweep(data: dict[str, Any], tmp_path: Path) -> None:
+    """This process has read the old one."""
+    path = tmp_path / "again.py"
+    path.write_text("def loss(rows):\n    return -rows.sums()\n")
+    data["sweep"] |= {"places": 1, "sampler": "grid", "trials": None}
+    data["sweep"]["search"] = {"objective": {"choice": ["cross_entropy", "again:loss"]}}
+    assert sweep(data, tmp_path).status == "finished"
+    path.write_text("def loss(rows):\n    return -5 * rows.sums()\n")
+    with pytest.raises(RunError, match="again"):
+        sweep(data, tmp_path, "other")
+
+
+@pytest.mark.parametrize("what", ["data", "init_from"])
+def test_what_its_trials_begin_with_changes(what: str, data: dict[str, Any], tmp_path: Path) -> None:
+    """None of the trials is alive at the checkpoint."""
+    of_sweep = data["sweep"]["adapter"]
+    first = {
+        "name": "a",
+        "dataset": of_sweep["dataset"],
+        "max_steps": 1,
+        "lora": of_sweep.pop("lora") | {"r": 2},
+    }
+    start = {key: value for key, value in data.items() if key != "sweep"} | {"adapters": [first]}
+    train(resolve_config(start | {"output_dir": "start"}, folder=tmp_path))
+    folder = tmp_path / "start" / "adapters" / "a"
+    data["sweep"] |= {"places": 1, "sampler": "grid", "trials": None}
+    data["sweep"]["adapter"]["init_from"] = str(folder)
+    data["sweep"]["search"] = {"learning_rate": {"choice": [1e-3, 2e-3, 3e-3]}}
+    assert sweep(data, tmp_path, reporter=Watching({("trial-1", 2): interrupt})).status == "interrupted"
+    path = (
+        folder / "adapter_model.safetensors"
+        if what == "init_from"
+        else tmp_path / f"{of_sweep['dataset']}.jsonl"
+    )
+    kept = path.read_bytes()
+    path.write_bytes(kept + (b" " if what == "init_from" else kept.splitlines(keepends=True)[0]))
+    with pytest.raises(RunError, match=r"sweep: .* changed since the checkpoint, and its trials could not"):
+        resume(tmp_path / "run")
+    path.write_bytes(kept)
+    assert resume(tmp_path / "run").status == "finished"
 
 
 def test_a_queue_that_is_gone(data: dict[str, Any], tmp_path: Path) -> None:
