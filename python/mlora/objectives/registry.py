@@ -178,9 +178,14 @@ def sources_of_loss(spec: Any) -> Mapping[str, str]:
 def check_unchanged(spec: Any) -> None:
     """Raises ObjectiveError if a file of an own loss has other code now than this process has read."""
     if path := changed_source(name_of(spec)):
+        loss = next(iter(sources_of_loss(spec)))
+        which, new = "", "the new loss a file name of its own"
+        if path != loss:
+            which = f", which {loss} imports,"
+            new = "both files new names, so that a new loss imports the new file"
         raise ObjectiveError(
-            f"{path} has changed or is gone since this process read it; put it back, or give the new loss "
-            "a file name of its own; in a notebook, you can also restart Python, which then reads it again",
+            f"{path}{which} has changed or is gone since this process read it; put it back, or give {new}; "
+            "in a notebook, you can also restart Python, which then reads it again",
             ("name",),
         )
 

@@ -10,7 +10,8 @@ import torch
 
 from mlora.data.packing import PackedBatch, pack
 from mlora.data.preference import joined
-from mlora.objectives.registry import name_of
+from mlora.objectives.function_file import renew
+from mlora.objectives.registry import name_of, objective_of
 from mlora.objectives.token_losses import Owners, by_objective
 from mlora.tasks.task import Task
 
@@ -25,10 +26,14 @@ def faults_of_own_losses(
 
     Each gets what it would get of the task's first micro-batch, but for the numbers. One that does not report
     `metric_for_best_model`, or the sweep's `metric` if there is one, fails, too. A loss that is not a number
-    may be one of real numbers: it is a warning.
+    may be one of real numbers: it is a warning. Training sees files of losses, and torch's random numbers, as
+    if nothing had been called.
     """
     own = [task for task in tasks if ":" in name_of(task.config.objective) and task.data.samples]
-    found = {task.name: _fault(task, device, metric, warn) for task in own}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        found = {task.name: _fault(task, device, metric, warn) for task in own}
+        for reason in renew({name_of(task.config.objective) for task in own}):
+            warn(f"{reason}; so it is not executed anew after its trial call, which counts as its first call")
     return {name: fault for name, fault in found.items() if fault}
 
 
@@ -57,11 +62,12 @@ def not_measured(key: str, metric: str, found: Collection[str]) -> str:
 
 def _called(task: Task, device: torch.device, *, trains: bool) -> tuple[str, list[str], float]:
     """Returns why a task's objective fails, or nothing, its metrics' names in evaluations, and its loss."""
+    objective = objective_of(task.config.objective)  # the task's own would keep what is not executed anew
     samples = [task.data.samples[row] for row in task.plan.batch(0)]
-    batch = pack({task.name: joined(task.name, samples, task.objective)})
+    batch = pack({task.name: joined(task.name, samples, objective)})
     counts = batch.rows_of_owners()
     owners = Owners(
-        counts, [1.0], [task.objective], batch.trained_lengths(), batch.facts, **_silent(batch, device)
+        counts, [1.0], [objective], batch.trained_lengths(), batch.facts, **_silent(batch, device)
     )
     with torch.set_grad_enabled(trains):
         _, (loss,), (metrics,), (fault,) = by_objective(_made_up(sum(counts), device), owners)

@@ -197,7 +197,7 @@ def test_a_run_says_how_to_train_a_stopped_adapter_after_all(
         "a stopped adapter are kept"
     )
     file.write_text("def loss(rows):\n    return -rows.sums()\n")
-    function_file._read.cache_clear()  # as in a new process
+    function_file._folder.cache_clear()  # as in a new process
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(first | {"name": "again"}))
     assert run("submit", folder, tmp_path / "task.yaml").exit_code == 0
     result = run("resume", folder)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from mlora.objectives.custom import LossError
-from mlora.objectives.function_file import changed_source, function_of, sources_of
+from mlora.objectives.function_file import changed_source, sources_of
+from mlora.objectives.loss_folder import digest_of
 from mlora.objectives.objective import LogProbs
 from mlora.objectives.options import ObjectiveError
-from mlora.objectives.registry import name_of, objective_of, resolved
+from mlora.objectives.registry import check_unchanged, name_of, objective_of, resolved
 from torch import tensor, zeros
 
 ROWS = LogProbs(tensor([-1.0, -2.0]), [2], zeros(0))
 
 
 def write(folder: Path, **files: str) -> Path:
-    """Writes Python files; `a__b` is `a/b.py`."""
+    """Writes Python files; `a__b` and `a/b` are `a/b.py`."""
     for name, text in files.items():
-        path = folder / f"{name.replace('__', '/')}.py"
+        path = folder / f"{name if '/' in name else name.replace('__', '/')}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder
@@ -56,7 +54,7 @@ def test_digests_cover_what_the_file_imports_from_its_folder(tmp_path: Path) -> 
     assert loss_of(tmp_path) == -9.0
     name = name_of(resolved("loss:loss", tmp_path))
     files = [tmp_path / file for file in ("loss.py", "common.py", "helpers/numbers.py")]
-    assert sources_of(name) == {str(f): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    assert sources_of(name) == {str(f): digest_of(f.read_bytes()) for f in files}
     assert changed_source(name) is None
     files[2].write_text("sign = 2\n")
     assert changed_source(name) == str(files[2])
@@ -69,32 +67,6 @@ def test_standard_and_installed_modules_are_not_hidden(tmp_path: Path) -> None:
     write(tmp_path, loss=text, json="raise RuntimeError", torch="raise RuntimeError")
     assert loss_of(tmp_path) == -9.0
     assert len(sources_of(name_of(resolved("loss:loss", tmp_path)))) == 1
-
-
-def test_an_import_inside_of_the_function_is_not_found(tmp_path: Path) -> None:
-    write(tmp_path, late="", loss="def loss(rows):\n    import late\n    return -rows.sums()\n")
-    with pytest.raises(LossError, match="ModuleNotFoundError: No module named 'late'"):
-        loss_of(tmp_path)
-
-
-def test_loss_files_of_a_folder_share_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a module registers is registered once; also if the process has imported the module itself."""
-    shared = "import torch\nOPS = torch.library.Library('{}', 'DEF')\nOPS.define('f(Tensor x) -> Tensor')\n"
-    text = "import {}\ndef loss(rows):\n    return -rows.sums()\n"
-    for module in ("at_once", "by_loss"):
-        write(tmp_path, **{module: shared.format(f"mlora_test_{module}")})
-        for name in "ab":
-            write(tmp_path, **{f"{name}_{module}": text.format(module)})
-    monkeypatch.syspath_prepend(tmp_path)
-    imported = import_module("at_once")
-    for module in ("at_once", "by_loss"):
-        names = [name_of(resolved(f"{name}_{module}:loss", tmp_path)) for name in "ab"]
-        first, second = (sys.modules[function_of(name).__module__] for name in names)
-        assert getattr(first, module) is getattr(second, module)
-        assert [len(sources_of(name)) for name in names] == [2, 2]
-    assert sys.modules["at_once"] is imported
-    assert "by_loss" not in sys.modules
-    del sys.modules["at_once"]
 
 
 def test_digests_do_not_depend_on_what_was_read_before(tmp_path: Path) -> None:
@@ -127,3 +99,39 @@ def test_a_module_is_read_anew_after_a_loss_that_could_not_be_imported(tmp_path:
         loss_of(tmp_path)
     write(tmp_path, common="def factor():\n    return -2.0 \n")
     assert loss_of(tmp_path) == 6.0
+
+
+def test_digests_are_of_the_code_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of what the process imported itself before, and also if the import comes late."""
+    late = "def loss(rows):\n    import late\n    return late.factor * rows.sums()\n"
+    write(tmp_path, loss=LOSS, common="def factor(): return -1.0\n", other=late, late="factor = -3.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "common", raising=False)
+    __import__("common")
+    write(tmp_path, common="def factor(): return -500.0\n")
+    assert loss_of(tmp_path) == 1500.0
+    found = sources_of(f"{tmp_path / 'loss.py'}:loss")
+    assert found[str(tmp_path / "common.py")] == digest_of((tmp_path / "common.py").read_bytes())
+    other = objective_of(resolved("other:loss", tmp_path))
+    found = sources_of(f"{tmp_path / 'other.py'}:loss")
+    (tmp_path / "late.py").unlink()
+    assert float(other.loss_of(ROWS).loss) == 9.0
+    assert found[str(tmp_path / "late.py")] == digest_of(b"factor = -3.0\n")
+    del sys.modules["common"]
+
+
+def test_an_error_names_the_loss_and_the_file_that_it_imports(tmp_path: Path) -> None:
+    text = "import common\ndef loss(rows):\n    return -rows.sums()\n"
+    write(tmp_path, first=text, common="factor = 1\n", new=text)
+    first = resolved("first:loss", tmp_path)
+    write(tmp_path, common="factor = 2\n")
+    for spec, name in ((first, "first"), (resolved("new:loss", tmp_path), "new")):
+        with pytest.raises(ObjectiveError) as error:
+            check_unchanged(spec)
+        common, loss = tmp_path / "common.py", tmp_path / f"{name}.py"
+        assert str(error.value).startswith(
+            f"objective.name: {common}, which {loss} imports, has changed or is gone since this process read "
+            "it; put it back, or give both files new names, so that a new loss imports the new file; in a"
+        )
+    write(tmp_path, common_2="factor = 2\n", new_2=text.replace("common", "common_2"))
+    check_unchanged(resolved("new_2:loss", tmp_path))

@@ -38,8 +38,7 @@ def config_of(base: Path, folder: Path, **first: Any) -> RunConfig:
 
 def new_process() -> None:
     """Forgets what was read, as a new process does."""
-    function_file._read.cache_clear()
-    function_file._helpers_of.cache_clear()
+    function_file._folder.cache_clear()
 
 
 def test_an_edit_while_it_trains_is_seen_by_a_resume(tiny_base: Path, tmp_path: Path) -> None:

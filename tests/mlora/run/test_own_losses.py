@@ -118,7 +118,7 @@ def test_one_that_fails_stops_its_own_adapter(
     data = run_data(tiny_base, tmp_path, pipeline={"stages": stages})
     first = data["adapters"][0]
     first |= {"eval_dataset": None, "eval_steps": None, "lora": first["lora"] | lora}
-    for name, options in (("good", {}), ("bad", {"fails_at": 6})):  # the first call is a trial
+    for name, options in (("good", {}), ("bad", {"fails_at": 5})):
         own = f"{name}_{stages}_{''.join(lora)}"
         write_loss(tmp_path, own)
         first["objective"] = {"name": f"{own}:loss", **options}
@@ -210,15 +210,54 @@ def test_no_folder_where_all_losses_fail_at_once(tiny_base: Path, tmp_path: Path
 
 def test_a_loss_of_made_up_numbers_that_is_none_is_a_warning(tiny_base: Path, tmp_path: Path) -> None:
     (tmp_path / "nan_once.py").write_text(
-        "factors = [float('nan')]\n\n"
-        "def loss(rows):\n"
-        "    return -rows.sums() * (factors.pop() if factors else 1.0)\n"
+        "def loss(rows):\n    return -rows.sums() * (float('nan') if rows.log_p.max() > -0.2 else 1.0)\n"
     )
     data = run_data(tiny_base, tmp_path)
     data["adapters"][0]["objective"] = "nan_once:loss"
     result = mlora.train(resolve_config(data, folder=tmp_path), reporter=(told := Watching()))
     assert result.adapters["first"].state == "finished"
     assert "first: objective: the loss of made-up log-probabilities is nan" in told.lines
+
+
+STATE = """
+import random_of_{name}
+
+mean, calls = None, []
+
+def loss(rows):
+    global mean
+    sums = rows.sums()
+    mean = sums.detach().mean() if mean is None else 0.9 * mean + 0.1 * sums.detach().mean()
+    calls.append((float(mean), random_of_{name}.draw()))
+    return mean - sums
+"""
+
+
+def test_training_sees_a_loss_as_if_it_had_not_been_tried(tiny_base: Path, tmp_path: Path) -> None:
+    """Its own state, that of files that it imports, and random numbers; one that cannot be is warned of."""
+    draw = "import torch\ncalls = 0\ndef draw():\n    global calls\n    calls += 1\n"
+    ops = "OPS = torch.library.Library('mlora_test_tried', 'DEF')\n"
+    runs = {}
+    for name, more, own in (("pure", "", True), ("tried", "", False), ("once", ops, False)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "mine.py").write_text(STATE.format(name=name))
+        (folder / f"random_of_{name}.py").write_text(f"{draw}    return calls, float(torch.rand(()))\n{more}")
+        data = run_data(tiny_base, folder)
+        data["defaults"]["max_steps"] = 2
+        data["adapters"] = [data["adapters"][0] | {"objective": "mine:loss", "eval_dataset": None}]
+        data["adapters"][0] |= {"eval_steps": None}
+        config = resolve_config(data, folder=folder)
+        torch.manual_seed(3)
+        told = Watching()
+        with pytest.MonkeyPatch.context() as patch:
+            if own:
+                patch.setattr("mlora.run.prepare.faults_of_own_losses", lambda *_, **__: {})
+            assert mlora.train(config, reporter=told).status == "finished"
+        runs[name] = registry.function_of(registry.name_of(config.adapters[0].objective)).__globals__["calls"]
+        assert any("which counts as its first call" in line for line in told.lines) == bool(more)
+    assert runs["pure"] == runs["tried"]
+    assert len(runs["once"]) == len(runs["pure"]) + 1
 
 
 def test_a_metric_that_is_not_a_number_is_left_out(tiny_base: Path, tmp_path: Path) -> None:

@@ -180,13 +180,11 @@ def test_a_loss_that_was_edited_between_its_trials(data: dict[str, Any], tmp_pat
     for path in (tmp_path / "of_other.py", tmp_path / "other.py"):
         before = path.read_text()
         path.write_text(f"{before}more = 2\n")
-        function_file._read.cache_clear()  # as in another process
-        function_file._helpers_of.cache_clear()
+        function_file._folder.cache_clear()  # as in another process
         with pytest.raises(RunError, match=r"sweep: the loss .*/other\.py:loss changed since the checkpoint"):
             resume(tmp_path / "run")
         path.write_text(before)
-    function_file._read.cache_clear()
-    function_file._helpers_of.cache_clear()
+    function_file._folder.cache_clear()
     assert resume(tmp_path / "run").status == "finished"
     assert len(table(tmp_path / "run")) == 4
 
