@@ -8,6 +8,7 @@ from typing import Any
 
 import mlora
 import pytest
+import torch
 from mlora.config.config_file import load_config, resolve_config
 from mlora.data.record import Sample
 from mlora.engine.engine import Engine
