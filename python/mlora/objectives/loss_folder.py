@@ -20,7 +20,7 @@ from types import CodeType, ModuleType
 
 PACKAGE = "mlora_losses_"
 _NUMBERS = count()
-_SHARED = {*sys.stdlib_module_names, "mlora", "mlora_ext", "torch"}
+_SHARED = {*sys.stdlib_module_names, "__main__", "mlora", "mlora_ext", "torch"}
 """Modules that files of the same names do not hide."""
 
 
@@ -50,6 +50,7 @@ class LossFolder(SourceLoader):
         """Returns the module of a file. If its import fails, the next one begins anew, and reads anew."""
         if file not in self._digests:
             sources, modules = dict(self._sources), self._modules()
+            invalidate_caches()
             try:
                 self._import(file)
                 self._digests[file] = self._digests_from(str(file))
@@ -109,7 +110,6 @@ class LossFolder(SourceLoader):
         return code
 
     def _import(self, file: Path) -> ModuleType:
-        invalidate_caches()
         self.get_data(str(file))
         if self._package not in sys.modules:
             spec = ModuleSpec(self._package, None, is_package=True)
