@@ -9,7 +9,7 @@ import ast
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module, invalidate_caches
 from importlib.abc import SourceLoader
 from importlib.machinery import ModuleSpec, PathFinder
@@ -49,15 +49,10 @@ class LossFolder(SourceLoader):
     def module(self, file: Path) -> ModuleType:
         """Returns the module of a file. If its import fails, the next one begins anew, and reads anew."""
         if file not in self._digests:
-            sources, modules = dict(self._sources), self._modules()
             invalidate_caches()
-            try:
+            with self._as_before_if_it_fails():
                 self._import(file)
                 self._digests[file] = self._digests_from(str(file))
-            except BaseException:
-                self._sources = sources
-                self._put_back(modules)
-                raise
         return self._import(file)
 
     def digests(self, file: Path) -> Mapping[str, str]:
@@ -70,14 +65,10 @@ class LossFolder(SourceLoader):
 
     def renew(self) -> None:
         """Executes all modules anew, from the code that was read; if that fails, those of before stay."""
-        modules = self._modules()
-        self._put_back({})
-        try:
+        with self._as_before_if_it_fails():
+            self._put_back({}, self._sources)
             for file in self._digests:
                 self._import(file)
-        except BaseException:
-            self._put_back(modules)
-            raise
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         """Returns how to load a module of the package; None for modules elsewhere, and those that lack."""
@@ -128,8 +119,16 @@ class LossFolder(SourceLoader):
         """Returns the package's modules that are imported, by their names."""
         return {name: each for name, each in sys.modules.items() if name.partition(".")[0] == self._package}
 
-    def _put_back(self, modules: Mapping[str, ModuleType]) -> None:
-        """Forgets all modules of the package but these."""
+    @contextmanager
+    def _as_before_if_it_fails(self) -> Iterator[None]:
+        with ExitStack() as unless_done:
+            unless_done.callback(self._put_back, self._modules(), dict(self._sources))
+            yield
+            unless_done.pop_all()
+
+    def _put_back(self, modules: Mapping[str, ModuleType], sources: dict[str, bytes]) -> None:
+        """Forgets all modules of the package, and all code, but these."""
+        self._sources = sources
         for name in self._modules():
             if sys.modules[name] is not modules.get(name):
                 del sys.modules[name]
