@@ -141,7 +141,8 @@ def test_quickstart_trains_four_different_adapters() -> None:
 def test_the_loop_over_the_engine_trains_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["engine_loop.py", "--output", str(tmp_path), "--steps", "50"])
+    command = ["engine_loop.py", "--output", str(tmp_path), "--steps", "50", "--batch-size", "4"]
+    monkeypatch.setattr("sys.argv", command)
     engine_loop.main()
     found = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", capsys.readouterr().out)]
     assert len(found) == 4

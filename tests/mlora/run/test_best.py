@@ -341,7 +341,11 @@ def slowly_learning(folder: Path) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.parametrize("pipeline", [{"stages": 2}, {"stages": 4, "micro_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "pipeline",
+    [{"stages": 2}, pytest.param({"stages": 4, "micro_batches": 2}, marks=pytest.mark.nightly)],
+    ids=str,
+)
 def test_stages_gather_the_best_weights(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     data = slowly_learning(tmp_path)
     one = train(resolve_config(data | {"output_dir": "whole"}, folder=tmp_path))
