@@ -216,7 +216,9 @@ def test_the_evaluation_at_the_end_counts(tiny_base: Path, tmp_path: Path) -> No
     assert found[2]["eval_loss"] > found[1]["eval_loss"]
 
 
-@pytest.mark.parametrize("after", [3, 5, 8, 12, 17])
+@pytest.mark.parametrize(
+    "after", [3, 8, 17, *(pytest.param(one, marks=pytest.mark.nightly) for one in (5, 12))]
+)
 def test_a_run_that_ends_in_the_middle_goes_on_to_the_same_best(
     tiny_base: Path, tmp_path: Path, after: int
 ) -> None:
