@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--base-model", default=str(HERE / "tiny-base"))
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch-size", type=int, default=16)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.base_model)
     train = {name: read(name, tokenizer) for name in TASKS}
@@ -45,7 +46,7 @@ def main() -> None:
             optim = OptimConfig(learning_rate=LEARNING_RATES[name], total_steps=args.steps)
             engine.create_adapter(name, lora, optim)
         for step in range(1, args.steps + 1):
-            batch = {name: draw.sample(train[name], 16) for name in TASKS}
+            batch = {name: draw.sample(train[name], args.batch_size) for name in TASKS}
             results = engine.forward_backward(batch, ends=list(TASKS))
             for name in TASKS:
                 engine.optim_step(name)

@@ -65,7 +65,7 @@ def test_ablation_measures_the_temporaries(tmp_path: Path) -> None:
         assert memory["parts, cat, add"] > memory["addmm_ loop"] + 4096 * row["d_out"] * 4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_model_sections(tmp_path: Path, dtype: str) -> None:
     assert suite("decoder", "step", "--check", "--dtype", dtype, "--out", tmp_path) == 0
     data = results(tmp_path)

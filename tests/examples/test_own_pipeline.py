@@ -1,9 +1,7 @@
 """The example of a pipeline with one's own modules trains as one module does."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
+import runpy
 
 import own_pipeline
 import pytest
@@ -33,9 +31,7 @@ def test_it_trains_as_one_module(schedule: str) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_the_script_runs() -> None:
-    script = Path(own_pipeline.__file__)
-    done = subprocess.run(
-        [sys.executable, str(script), "--steps", "5"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("loss ")
+def test_the_script_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", [own_pipeline.__file__, "--steps", "5"])
+    runpy.run_path(own_pipeline.__file__, run_name="__main__")
+    assert capsys.readouterr().out.startswith("loss ")

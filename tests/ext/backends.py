@@ -28,6 +28,18 @@ BACKENDS = [
 SMALL_TABLE = 4
 
 
+def by_dtype(backends: list, dtypes: list[torch.dtype], quick: torch.dtype) -> list:
+    """Backends and dtypes; of `triton`, whose interpreter is slow, all but `quick` are nightly."""
+    found = []
+    for backend in backends:
+        name, marks = (backend, ()) if isinstance(backend, str) else (*backend.values, backend.marks)
+        for dtype in dtypes:
+            slow = name == "triton" and dtype != quick
+            more = (*marks, pytest.mark.nightly) if slow else marks
+            found.append(pytest.param(name, dtype, marks=more, id=f"{name}-{dtype}"))
+    return found
+
+
 def load_emulator() -> None:
     """Give the `cuda` backend CPU tensors, through the emulator of tests/cuda."""
     if emulated.missing():

@@ -1,12 +1,13 @@
 """Small random models, converted ones, and the PEFT models they are compared with."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from peft import LoraConfig, get_peft_model
-from tolerances import assert_same_up_to_rounding
-from torch import nn
+from tolerances import STEADY_EPSILON, assert_same_up_to_rounding
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -147,3 +148,32 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert one
     for key, value in one.items():
         assert_same_up_to_rounding(value, other[key], key)
+
+
+def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def losses_of_own(
+    model: nn.Module, parameters: Sequence[nn.Parameter] | None = None, names: Sequence[str] | None = None
+) -> list[float]:
+    """The losses of the first two samples, which are of one adapter, as all parameters train for some steps.
+
+    `names` of a converted model are those of its samples' adapters; the others train on their own samples.
+    """
+    draw, losses = torch.Generator(torch.get_default_device()).manual_seed(3), []
+    parameters = parameters or [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, eps=STEADY_EPSILON)
+    for _ in range(25):
+        ids = torch.randint(2, VOCABULARY, (5, 7), generator=draw)
+        if names is None:
+            loss = total = loss_of(model(input_ids=ids[:2]).logits, ids[:2])
+        else:
+            logits = model(input_ids=ids[: len(names)], adapter_names=names).logits
+            loss = loss_of(logits[:2], ids[:2])
+            total = loss + sum(loss_of(logits[i : i + 1], ids[i : i + 1]) for i in range(2, len(names)))
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

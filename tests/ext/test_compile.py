@@ -117,7 +117,7 @@ def test_inductor(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, part:
                     assert_same_up_to_rounding(mine, theirs, f"step {step}, layer {index}, result {place}")
 
 
-@pytest.mark.parametrize("how", ["adapter_names", "route"])
+@pytest.mark.parametrize("how", ["adapter_names", pytest.param("route", marks=pytest.mark.nightly)])
 def test_whole_model_is_one_graph(model: torch.nn.Module, how: str) -> None:
     """Its own forward builds the route outside of the graph."""
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backends import BACKENDS, serving
+from backends import BACKENDS, by_dtype, serving
 from cases import Case, assert_right, make
 from tolerances import assert_as_exact, assert_same_up_to_rounding
 
@@ -18,6 +18,7 @@ from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops import registration
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture(params=GPU_BACKENDS, autouse=True)
@@ -53,7 +54,9 @@ def test_several_column_splits(request: pytest.FixtureRequest, monkeypatch: pyte
     assert_right(make(**how, d_in=40, d_out=3 * columns + 8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"), by_dtype(GPU_BACKENDS, DTYPES, torch.float32), indirect=["backend"]
+)
 def test_several_splits_of_rows(dtype: torch.dtype) -> None:
     """One adapter with three runs of tiles, one with one, one without rows; partial sums in order."""
     rows = SPLIT_TILES * TILE_ROWS
@@ -69,7 +72,9 @@ def test_ranks_at_the_edges_of_buckets_and_panels(rank: int, dtype: torch.dtype)
     assert_right(make([rank, 3], [9, 70], order, d_in=72, d_out=56, dtype=dtype, p=0.2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("backend", "dtype"), by_dtype(GPU_BACKENDS, DTYPES, torch.bfloat16), indirect=["backend"]
+)
 def test_a_large_batch_mate_changes_no_bit(dtype: torch.dtype) -> None:
     """An adapter of rank 4 beside one of rank 130, which needs other blocks and several panels."""
     together = make([4, 130], [70, 20], [0, 1], d_in=72, d_out=56, dtype=dtype, p=0.2)

@@ -21,6 +21,8 @@ from mlora_ext.nn.linear import MultiLoRALinear
 from mlora_ext.ops.functional import lora_linear_held
 from mlora_ext.ops.held import HeldAdapters, Updates, hold
 
+QUICK = [one if one != "triton" else pytest.param(one, marks=pytest.mark.nightly) for one in BACKENDS]
+
 
 @pytest.fixture(params=BACKENDS, autouse=True)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
@@ -184,6 +186,7 @@ def train(model: nn.Module, ids: torch.Tensor) -> None:
     model(input_ids=ids, adapter_names=["a", "b"], labels=ids).loss.backward()
 
 
+@pytest.mark.parametrize("backend", QUICK, indirect=True)
 def test_whole_model() -> None:
     """Two micro-batches, and whether the layers took the way that is tested here."""
     model, batches = converted(1, **CONFIGS).train(), [token_ids(2, 5) for _ in range(2)]

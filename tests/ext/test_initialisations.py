@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, gpt2, llama, token_ids
+from models import gpt2, llama, loss_of, losses_of_own, token_ids
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 from peft_starts import DATA, SEED, STARTS, by_peft, config_of, data_of
-from tolerances import STEADY_EPSILON, assert_same_up_to_rounding
+from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import mlora_ext as mx
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-STEPS = 25
 OTHERS = {
     "plain": LoraConfig(r=3, target_modules=["q_proj", "up_proj", "c_attn"], lora_dropout=0.3),
     "stable": LoraConfig(r=5, use_rslora=True, target_modules="all-linear", init_lora_weights=False),
@@ -35,29 +33,6 @@ def converted(base: nn.Module, how: str, config: LoraConfig, *, mixed: bool) -> 
     return model
 
 
-def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def trained(model: nn.Module, parameters: list[nn.Parameter], names: list[str] | None) -> list[float]:
-    """The losses of samples that belong to the adapter `own`; the others train on their own samples."""
-    draw, losses = torch.Generator(torch.get_default_device()).manual_seed(3), []
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, eps=STEADY_EPSILON)
-    for _ in range(STEPS):
-        ids = torch.randint(2, VOCABULARY, (5, 7), generator=draw)
-        if names is None:
-            loss = total = loss_of(model(input_ids=ids[:2]).logits, ids[:2])
-        else:
-            logits = model(input_ids=ids[: len(names)], adapter_names=names).logits
-            loss = loss_of(logits[:2], ids[:2])
-            total = loss + sum(loss_of(logits[i : i + 1], ids[i : i + 1]) for i in range(2, len(names)))
-        total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("how", STARTS)
 def test_trains_as_pefts(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone and in a mixed batch with three adapters of other kinds, over one base that nobody changes."""
@@ -65,7 +40,7 @@ def test_trains_as_pefts(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peft = by_peft(base, config, data_of(how), "own", monkeypatch)
     theirs = {key: p for key, p in peft.named_parameters() if p.requires_grad}
     begin = {key: p.detach().clone() for key, p in theirs.items()}
-    expected = trained(peft, list(theirs.values()), None)
+    expected = losses_of_own(peft, list(theirs.values()))
     for mixed in (False, True):
         model = converted(base, how, config, mixed=mixed)
         own = {k: p for k, p in mx.adapter_parameters(model, "own").items() if p.requires_grad}
@@ -76,7 +51,7 @@ def test_trains_as_pefts(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
         before = {key: p.detach().clone() for key, p in own.items()}
         names = ["own", "own", *OTHERS] if mixed else ["own", "own"]
         trainable = [p for p in model.parameters() if p.requires_grad]
-        losses = trained(model, trainable, names)
+        losses = losses_of_own(model, trainable, names)
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
         for key, parameter in own.items():
             other = f"base_model.model.{key.replace('.own.', '.default.')}"
@@ -93,8 +68,8 @@ def test_trains_as_pefts_on_gpt2(how: str, monkeypatch: pytest.MonkeyPatch) -> N
     base, config = gpt2(), config_of(how, rank_pattern={"c_fc": 6}, alpha_pattern={"c_attn": 3})
     peft = by_peft(base, config, data_of(how), "own", monkeypatch)
     model = converted(base, how, config, mixed=True)
-    expected = trained(peft, [p for p in peft.parameters() if p.requires_grad], None)
-    losses = trained(model, [p for p in model.parameters() if p.requires_grad], ["own", "own", *OTHERS])
+    expected = losses_of_own(peft)
+    losses = losses_of_own(model, names=["own", "own", *OTHERS])
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
 
 

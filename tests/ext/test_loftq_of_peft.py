@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, token_ids
+from models import VOCABULARY, losses_of_own, token_ids
 from peft import LoftQConfig, LoraConfig, get_peft_model, replace_lora_weights_loftq
 from peft.utils import loftq_utils
-from tolerances import STEADY_EPSILON, assert_same_up_to_rounding
+from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -34,7 +33,7 @@ import mlora_ext as mx
 from mlora_ext.nn.start.statistics import signs_of
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
-STEPS, TOLERANCE = 25, 1e-4
+TOLERANCE = 1e-4
 METHODS: dict[str, Any] = {
     "nf4": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     "nf4 twice": lambda: BitsAndBytesConfig(
@@ -136,38 +135,13 @@ def pairs(model: nn.Module, name: str = "own") -> dict[str, tuple[Tensor, Tensor
     }
 
 
-def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def trained(model: nn.Module, names: list[str] | None) -> list[float]:
-    """The losses of samples of the adapter `own`; the others train on their own samples."""
-    draw, losses = torch.Generator(torch.get_default_device()).manual_seed(3), []
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-3, eps=STEADY_EPSILON)
-    model.train()
-    for _ in range(STEPS):
-        ids = torch.randint(2, VOCABULARY, (5, 7), generator=draw)
-        if names is None:
-            loss = total = loss_of(model(input_ids=ids[:2]).logits, ids[:2])
-        else:
-            logits = model(input_ids=ids[: len(names)], adapter_names=names).logits
-            loss = loss_of(logits[:2], ids[:2])
-            total = loss + sum(loss_of(logits[i : i + 1], ids[i : i + 1]) for i in range(2, len(names)))
-        total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("method", OF_PEFT)
 def test_trains_as_pefts(original: Path, method: str) -> None:
     """Alone and in a mixed batch with three other kinds, over the same base; ranks by layer."""
     ranks = {"rank_pattern": {"up_proj": 7}, "alpha_pattern": {"up_proj": 7}}
     peft = by_peft(original, method, config_of(**ranks))
     begin = {key: (a.clone(), b.clone()) for key, (a, b) in pairs(peft, "default").items()}
-    expected = trained(peft, None)
+    expected = losses_of_own(peft.train())
     end = pairs(peft, "default")
     for others in ({}, OTHERS):
         model = converted(original, method, loftq(**ranks), **others)
@@ -178,7 +152,7 @@ def test_trains_as_pefts(original: Path, method: str) -> None:
             theirs_a, theirs_b = begin[key]
             assert_same_up_to_rounding(b @ a, theirs_b @ theirs_a, f"{key}: B A", TOLERANCE)
             assert_same_up_to_rounding(a, theirs_a, f"{key}: A", TOLERANCE)
-        losses = trained(model, ["own", "own", *others])
+        losses = losses_of_own(model.train(), names=["own", "own", *others])
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
         for key, after in pairs(model).items():
             for part in (0, 1):

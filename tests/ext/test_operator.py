@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from backends import BACKENDS, serving
+from backends import BACKENDS, by_dtype, serving
 from cases import CASES, Case, assert_right, make
 from tolerances import assert_as_exact, in_other_orders
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +18,9 @@ from mlora_ext.ops.functional import lora_linear_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
+ONE_ON_TRITON = pytest.mark.parametrize(
+    ("backend", "dtype"), by_dtype(BACKENDS, DTYPES, torch.float16), indirect=["backend"]
+)
 CPU_ONLY = pytest.mark.parametrize("backend", ["cpu"], indirect=True)
 
 
@@ -73,7 +76,7 @@ def test_intermediate(backend: Backend, dtype: torch.dtype) -> None:
     assert (s[6:10] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@ONE_ON_TRITON
 def test_batch_mates_change_no_bit(backend: Backend, dtype: torch.dtype) -> None:
     """s, dA and dB of an adapter are bit-equal alone and beside others, wherever its rows lie."""
     together = make([5, 16, 8], [37, 150, 61], [0, 1, 2], dtype=dtype, d_in=192, d_out=136, p=0.1)
@@ -92,7 +95,7 @@ def test_batch_mates_change_no_bit(backend: Backend, dtype: torch.dtype) -> None
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@ONE_ON_TRITON
 def test_batch_mates_between_segments_change_no_bit(backend: Backend, dtype: torch.dtype) -> None:
     """The sum over several segments of an adapter is the same with and without others between them."""
     beside = make([8, 8], [37, 53, 70, 9], [0, 1, 0, 1], dtype=dtype, d_in=192, d_out=136, p=0.1)
@@ -162,7 +165,7 @@ def test_dropped_elements_are_selected_not_multiplied(backend: Backend) -> None:
     assert s.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@ONE_ON_TRITON
 def test_same_input_same_bits(dtype: torch.dtype) -> None:
     case = make([5, 16, 8], [37, 150, 61], [0, 1, 2], dtype=dtype, d_in=192, d_out=136, p=0.1)
     for one, other in zip(case.run(), case.run(), strict=True):

@@ -103,10 +103,18 @@ def gradients(stages: list[BaseModel]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("stages", "checkpointing"), [(2, False), (3, True), (4, False)], ids=["2", "3-checkpointed", "4"]
-)
-@pytest.mark.parametrize("family", DEEP)
+def cuts() -> list[object]:
+    """Every family at every number of stages; each at one of them before each change."""
+    found = []
+    for place, family in enumerate(DEEP):
+        for turn, (stages, checkpointing) in enumerate([(2, False), (3, True), (4, False)]):
+            marks = () if turn == place % 3 else pytest.mark.nightly
+            name = f"{family}-{stages}{'-checkpointed' * checkpointing}"
+            found.append(pytest.param(family, stages, checkpointing, marks=marks, id=name))
+    return found
+
+
+@pytest.mark.parametrize(("family", "stages", "checkpointing"), cuts())
 def test_stages_are_the_whole_model(family: str, stages: int, checkpointing: bool) -> None:
     whole = [prepared(load_base(deep(family), CPU, torch.float32), family, checkpointing)]
     parts = [prepared(base, family, checkpointing) for base in cut(deep(family), stages)]

@@ -241,7 +241,7 @@ def test_what_it_does_not_do_is_refused(
         resolve_config(data, folder=tmp_path)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.nightly), "lora"])
 def test_a_plan_for_activations_changes_no_result(base: Path, tmp_path: Path, method: str) -> None:
     """Also where the run stops in the middle of an accumulation, and plans again."""
     found = []

@@ -26,7 +26,8 @@ def test_several_adapters_stay_under_a_limit(
 ) -> None:
     """None runs out of memory, and predictions after ten micro-batches are off by 0.25% at most."""
     large = device == "cuda"
-    base = save_base(tmp_path / "base", hidden=512 if large else 64, layers=4, max_position_embeddings=1024)
+    hidden, layers = (512, 4) if large else (64, 2)
+    base = save_base(tmp_path / "base", hidden=hidden, layers=layers, max_position_embeddings=1024)
     longest = 600 if large else 90
     ids = [[1 + place % 250 for place in range(8 + 37 * n % (longest - 8))] for n in range(60)]
     write_jsonl(tmp_path / "long.jsonl", [{"input_ids": each} for each in ids])

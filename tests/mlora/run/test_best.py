@@ -216,7 +216,9 @@ def test_the_evaluation_at_the_end_counts(tiny_base: Path, tmp_path: Path) -> No
     assert found[2]["eval_loss"] > found[1]["eval_loss"]
 
 
-@pytest.mark.parametrize("after", [3, 5, 8, 12, 17])
+@pytest.mark.parametrize(
+    "after", [3, 8, 17, *(pytest.param(one, marks=pytest.mark.nightly) for one in (5, 12))]
+)
 def test_a_run_that_ends_in_the_middle_goes_on_to_the_same_best(
     tiny_base: Path, tmp_path: Path, after: int
 ) -> None:
@@ -341,7 +343,11 @@ def slowly_learning(folder: Path) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.parametrize("pipeline", [{"stages": 2}, {"stages": 4, "micro_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "pipeline",
+    [{"stages": 2}, pytest.param({"stages": 4, "micro_batches": 2}, marks=pytest.mark.nightly)],
+    ids=str,
+)
 def test_stages_gather_the_best_weights(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     data = slowly_learning(tmp_path)
     one = train(resolve_config(data | {"output_dir": "whole"}, folder=tmp_path))

@@ -83,7 +83,15 @@ class Trained:
     folders: Path
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral", "phi3", "gpt2"])
+FAMILIES = [
+    "llama",
+    "qwen3",
+    "gpt2",
+    *(pytest.param(one, marks=pytest.mark.nightly) for one in ("mistral", "phi3")),
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Both ways of training, from the same folders and data.
 

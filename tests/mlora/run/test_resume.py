@@ -74,7 +74,9 @@ def whole(undisturbed: Path, tiny_base: Path, tmp_path: Path) -> dict[str, Any]:
     return run_data(tiny_base, tmp_path)
 
 
-@pytest.mark.parametrize("after", [1, 4, 8, 13])
+@pytest.mark.parametrize(
+    "after", [pytest.param(1, marks=pytest.mark.nightly), 4, pytest.param(8, marks=pytest.mark.nightly), 13]
+)
 def test_an_interrupted_run_resumes_bit_for_bit(whole: dict[str, Any], tmp_path: Path, after: int) -> None:
     result = train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(after))
     assert (result.status, result.exit_code) == ("interrupted", 130)

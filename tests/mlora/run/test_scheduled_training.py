@@ -135,12 +135,19 @@ def assert_same(run: Path, other: Path) -> None:
     assert weights(run) == weights(other)
 
 
-def test_it_ends_alike_whenever_it_is_cut_off(data: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", ["decided, away", pytest.param("asked, back", marks=pytest.mark.nightly)])
+def test_it_ends_alike_whenever_it_is_cut_off(data: dict[str, Any], tmp_path: Path, moments: str) -> None:
     """Before a request is taken, right after a decision, while a task is set aside, and when it is back."""
     actions = {("high", 1): urgent(data, tmp_path, "whole")}
     steps = run_to_end(data, tmp_path, "whole", actions).steps
     asked, away, back = (steps.index(step) + 1 for step in (("high", 1), ("urgent", 2), ("first", 2)))
-    for after, what in ((asked, die), (asked + 1, interrupt), (away, die), (back, interrupt)):
+    cuts = {
+        "asked": (asked, die),
+        "decided": (asked + 1, interrupt),
+        "away": (away, die),
+        "back": (back, interrupt),
+    }
+    for after, what in map(cuts.__getitem__, moments.split(", ")):
         name = f"run{after}-{what.__name__}"
         run_to_end(data, tmp_path, name, {("high", 1): urgent(data, tmp_path, name), after: what})
         run = tmp_path / name
@@ -379,19 +386,20 @@ replace_memory(pytest.MonkeyPatch())
 """
 
 
-def test_two_stages_under_a_limit(spread: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_two_stages_under_a_limit(spread: dict[str, Any], tmp_path: Path, begun: bool) -> None:
     """From the beginning, and from where a run of one stage was interrupted."""
-    one = on_a_deep_base(tmp_path)
+    one, run = on_a_deep_base(tmp_path), tmp_path / "run"
     run_to_end(one, tmp_path, "whole")
-    one["output_dir"] = "other"
-    train(resolve_config(one, folder=tmp_path), reporter=Watching({("first", 2): interrupt}))
-    config = tmp_path / "other" / "config.yaml"
-    config.write_text(config.read_text().replace("stages: 1", "stages: 2"))
-    for words in (["train", write_run(tmp_path, spread)], ["resume", tmp_path / "other"]):
-        with commands(words, 2, {0: PATCH, 1: PATCH}) as running:
-            codes, _, errors = running.end(timeout=120)
-        assert codes == [0, 0], errors
-    for name in ("run", "other"):
-        assert_alike(tmp_path / name, tmp_path / "whole")
-        assert all(len(names) <= 2 for names in decisions(tmp_path / name).values())
-    assert set(next(iter(decisions(tmp_path / "run").values()))) == {"high", "first"}
+    words = ["train", write_run(tmp_path, spread)]
+    if begun:
+        train(resolve_config(one, folder=tmp_path), reporter=Watching({("first", 2): interrupt}))
+        config = run / "config.yaml"
+        config.write_text(config.read_text().replace("stages: 1", "stages: 2"))
+        words = ["resume", run]
+    with commands(words, 2, {0: PATCH, 1: PATCH}) as running:
+        codes, _, errors = running.end(timeout=120)
+    assert codes == [0, 0], errors
+    assert_alike(run, tmp_path / "whole")
+    assert all(len(names) <= 2 for names in decisions(run).values())
+    assert set(next(iter(decisions(run).values()))) == {"high", "first"}
