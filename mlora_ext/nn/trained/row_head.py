@@ -20,7 +20,7 @@ from ...adapters.trained_parts import TRAINED_ROWS
 from ..over_module import OverModule, RowSource, plain_module
 from ..plain_linear import is_plain_linear, is_transposed
 from ..routing.row_groups import by_adapter, row_groups
-from .rows import start_rows
+from .rows import has_plain_rows, start_rows
 
 
 class TrainedRowsLinear(RowSource, OverModule):
@@ -35,7 +35,7 @@ class TrainedRowsLinear(RowSource, OverModule):
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
         plain = plain_module(module)
-        return is_plain_linear(plain) and not is_transposed(plain)
+        return is_plain_linear(plain) and not is_transposed(plain) and has_plain_rows(module)
 
     @classmethod
     def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:
