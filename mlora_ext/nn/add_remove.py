@@ -14,7 +14,7 @@ from ..adapters.kind import LayerSpec
 from ..adapters.lora_config import check_name, kind_setting, needs_data, needs_weights
 from ..adapters.registry import kind_for
 from ..adapters.trained_parts import TRAINED_COPY
-from ..frozen.quantized.families import is_quantized
+from ..frozen.quantized.families import is_awq, is_quantized
 from ..ops.functional import scaling_dtype
 from .adapter_layer import AdapterLayer, LayerPlace
 from .adapter_weights import adapter_layers
@@ -122,7 +122,7 @@ def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, L
     kind_for(name, config).check(name, config)
     plan = target_layers(model, name, config)
     _refuse_unserved(model, name, config, plan)
-    _refuse_plain_base(model, name, config, plan)
+    _refuse_base_of_loftq(model, name, config, plan)
     refuse_conflicts(model, {name: plan})
     return plan
 
@@ -144,16 +144,25 @@ def _refuse_unserved(model: nn.Module, name: str, config: LoraConfig, plan: Mapp
             ) from error
 
 
-def _refuse_plain_base(
+def _refuse_base_of_loftq(
     model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec]
 ) -> None:
-    """Raises ValueError for LoftQ over a base that is not quantised.
+    """Raises ValueError for LoftQ over a base that is not quantised, or by AWQ.
 
-    A model with layers on the meta device is a piece of one, which cannot tell.
+    A model with layers on the meta device is a piece of one, which cannot tell whether another is quantised.
     """
-    if not needs_weights(config) or any(parameter.is_meta for parameter in model.parameters()):
+    if not needs_weights(config):
         return
-    if not any(is_quantized(model.get_submodule(key)) for key in plan):
+    for key in plan:
+        if is_awq(model.get_submodule(key)):
+            raise ValueError(
+                f"adapter {name!r}: layer {key}: init_lora_weights='loftq' is not supported over AWQ, which "
+                "scales W's columns and the layer before: the difference to the original W is not what the "
+                "quantisation lost; quantise the original model with bitsandbytes or torchao, or use plain "
+                "LoRA"
+            )
+    whole = not any(parameter.is_meta for parameter in model.parameters())
+    if whole and not any(is_quantized(model.get_submodule(key)) for key in plan):
         raise ValueError(no_quantized_layer(name))
 
 
