@@ -10,11 +10,13 @@ import torch
 from head_models import lora
 from models import by_peft_key, copy_weights, peft_model, trained_parameters
 from peft import LoraConfig, PeftModel
+from peft.tuners import trainable_tokens
 from tolerances import assert_same_up_to_rounding
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 import mlora_ext as mx
+from mlora_ext.nn.trained.row_head import peft_drops_bias
 
 TOKENS = [3, 5, 9, 17]
 LEAVES_OUT = "PEFT's unmerged forward of its folder leaves the bias of cls.predictions.decoder out"
@@ -92,6 +94,17 @@ def test_a_bias_is_kept_as_in_pefts_merged_model(tmp_path: Path) -> None:
                 assert_same_up_to_rounding(found, mixed[row], what)
         plain = base(input_ids=batch[3:]).logits[0]
     assert_same_up_to_rounding(mixed[3], plain, "the base's rows")
+
+
+def test_an_older_peft_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT 0.19, the oldest that is supported, makes the layer with tokens."""
+
+    class Old(trainable_tokens.TrainableTokensLayer):
+        def __init__(self, base_layer: nn.Module, adapter_name: str, token_indices: list[int]) -> None:
+            super().__init__(base_layer, adapter_name)
+
+    monkeypatch.setattr(trainable_tokens, "TrainableTokensLayer", Old)
+    assert peft_drops_bias()
 
 
 def test_warned_once_where_the_bias_has_numbers() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from head_models import VOCABULARY, llama, lora
+from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from tolerances import assert_same_up_to_rounding
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
 
 import mlora_ext as mx
 
@@ -65,6 +66,37 @@ def test_both_layers_have_the_weight_in_copies_and_merged_models(tmp_path: Path)
     before = model(input_ids=ids, adapter_names=["b", "b"]).logits
     mx.remove_adapter(model, "a")
     assert torch.equal(model(input_ids=ids, adapter_names=["b", "b"]).logits, before)
+
+
+@torch.no_grad()
+def test_a_model_whose_head_is_before_its_embedding() -> None:
+    base = tied()
+    base._modules = {"lm_head": base.lm_head, **base._modules}
+    model = mx.convert_model(base, {"a": copy.deepcopy(BOTH["a"])}).eval()
+    for parameter in mx.adapter_parameters(model, "a").values():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+    merged: Any = mx.merge_and_unload(model, "a")
+    ids = torch.randint(2, VOCABULARY, (2, 6))
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    assert_same_up_to_rounding(merged(input_ids=ids).logits, model(input_ids=ids).logits, "merged")
+
+
+def test_copies_without_a_weight_of_their_own_are_not_tied() -> None:
+    class Deep(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.first, self.second = (nn.Sequential(nn.Linear(32, 32)) for _ in range(2))
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            states = super().forward(*args, output_hidden_states=True, **kwargs).hidden_states
+            return self.second(self.first(states[-1]))
+
+    config = lora(modules_to_save=["lm_head", "first", "second"], ensure_weight_tying=True)
+    theirs = get_peft_model(Deep(tied().config), config).eval()
+    for parameter in theirs.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    ours, ids = mx.from_peft(copy.deepcopy(theirs)), torch.randint(2, VOCABULARY, (2, 6))
+    assert_same_up_to_rounding(ours(input_ids=ids), theirs(input_ids=ids), "from_peft")
 
 
 def test_a_folder_with_two_weights(tmp_path: Path) -> None:

@@ -119,6 +119,6 @@ def peft_drops_bias() -> bool:
         base = nn.utils.skip_init(nn.Linear, 1, 1)  # draws no random numbers
         nn.init.ones_(base.weight)
         nn.init.ones_(base.bias)
-        layer = TrainableTokensLayer(base, "probe")
+        layer = TrainableTokensLayer(base, "probe", token_indices=[0])  # an argument that PEFT 0.19 needs
         layer.update_layer("probe", token_indices=[0])
         return bool(layer(torch.zeros(1, 1)) == 0)
