@@ -29,6 +29,7 @@ from .routing.route import LayerGroup
 from .routing.router import AdapterInfo, router_of
 from .targets import linear_layers, target_layers
 from .trained.copies import TrainedCopies
+from .trained.targets import warn_of_trained_parts
 from .unconverted_state import MOVED, check_layer, check_module
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def add_adapter(
 ) -> None:
     """Adds an adapter to a converted model; the others do not move.
 
-    Warns of an entry of `target_modules` that matches nothing beside others that do.
+    At the end it warns of an entry of `target_modules` that matches nothing beside others that do, and of
+    trained parts that PEFT computes otherwise.
 
     Args:
         model: converted by `convert_model`.
@@ -64,12 +66,13 @@ def add_adapter(
     """
     put_on(model, name, config, seed=seed, autocast_adapter_dtype=autocast_adapter_dtype)
     warn_of_idle_targets(model, {name: config})
+    warn_of_trained_parts(model, {name: config})
 
 
 def put_on(
     model: nn.Module, name: str, config: LoraConfig, *, seed: int = 0, autocast_adapter_dtype: bool = True
 ) -> None:
-    """Does what `add_adapter` does, without its warning."""
+    """Does what `add_adapter` does, without its warnings."""
     if not isinstance(name, str):
         raise ValueError(f"name: expected a name before the config, got {type(name).__name__}")
     router = router_of(model)
@@ -246,17 +249,25 @@ def _replace(model: nn.Module, wanted: type[AdapterLayer], place: LayerPlace) ->
 
 
 def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec], seed: int) -> None:
-    """Gives an adapter its Parameters in converted layers; call `regroup` after the last adapter."""
+    """Gives an adapter its Parameters in converted layers; call `regroup` after the last adapter.
+
+    If that fails, no layer keeps any of them.
+    """
     info = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"), seed)
     awaits = needs_data(config) or needs_weights(config)
-    for key, spec in plan.items():
-        layer = model.get_submodule(key)
-        assert isinstance(layer, AdapterLayer)
-        layer.put(name, config, spec, named_seed(seed, name, key))
-        if spec.tied_to:
-            assert isinstance(layer, RowSource | TrainedCopies)
-            layer.tie(name, model.get_submodule(spec.tied_to))
-        info.awaits_start |= layer.frozen.device.type != "meta" and awaits
+    try:
+        for key, spec in plan.items():
+            layer = model.get_submodule(key)
+            assert isinstance(layer, AdapterLayer)
+            layer.put(name, config, spec, named_seed(seed, name, key))
+            if spec.tied_to:
+                assert isinstance(layer, RowSource | TrainedCopies)
+                layer.tie(name, model.get_submodule(spec.tied_to))
+            info.awaits_start |= layer.frozen.device.type != "meta" and awaits
+    except BaseException:
+        for layer in adapter_layers(model, name).values():
+            layer.take(name)
+        raise
     router_of(model).adapters[name] = info
 
 

@@ -20,9 +20,10 @@ from ..layer_kinds import layer_kind
 from ..over_module import plain_module
 from ..plain_linear import is_plain_linear
 from .copies import why_not_copied
+from .row_head import warn_of_dropped_biases
 from .rows import has_plain_rows
 from .task_heads import TaskHeads
-from .tied_weights import input_embedding, tied_copies, tied_to_embedding
+from .tied_weights import input_embedding, tied_copies, tied_to_embedding, warn_of_nothing_tied
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -50,6 +51,13 @@ def trained_layers(
                 "one of them"
             )
     return copies | rows
+
+
+def warn_of_trained_parts(model: nn.Module, adapters: Mapping[str, LoraConfig]) -> None:
+    """Warns of what new adapters of a converted model train otherwise than PEFT, or in vain."""
+    for name, config in adapters.items():
+        warn_of_dropped_biases(model, name)
+        warn_of_nothing_tied(model, name, config)
 
 
 def _copies(name: str, config: LoraConfig, modules: Mapping[str, nn.Module]) -> dict[str, LayerSpec]:
