@@ -254,7 +254,7 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
     If that fails, no layer keeps any of them.
     """
     info = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"), seed)
-    awaits = needs_data(config) or needs_weights(config)
+    awaits, router = needs_data(config) or needs_weights(config), router_of(model)
     try:
         for key, spec in plan.items():
             layer = model.get_submodule(key)
@@ -264,11 +264,11 @@ def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, Lay
                 assert isinstance(layer, RowSource | TrainedCopies)
                 layer.tie(name, model.get_submodule(spec.tied_to))
             info.awaits_start |= layer.frozen.device.type != "meta" and awaits
-    except BaseException:
-        for layer in adapter_layers(model, name).values():
-            layer.take(name)
-        raise
-    router_of(model).adapters[name] = info
+        router.adapters[name] = info
+    finally:
+        if name not in router.adapters:
+            for layer in adapter_layers(model, name).values():
+                layer.take(name)
 
 
 def named_seed(seed: int, *parts: str) -> int:
