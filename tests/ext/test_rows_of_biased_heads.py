@@ -101,7 +101,7 @@ def test_an_older_peft_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Old(trainable_tokens.TrainableTokensLayer):
         def __init__(self, base_layer: nn.Module, adapter_name: str, token_indices: list[int]) -> None:
-            super().__init__(base_layer, adapter_name)
+            super().__init__(base_layer, adapter_name, token_indices=token_indices)
 
     monkeypatch.setattr(trainable_tokens, "TrainableTokensLayer", Old)
     assert peft_drops_bias()
