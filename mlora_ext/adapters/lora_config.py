@@ -208,7 +208,7 @@ def needs_weights(config: LoraConfig) -> bool:
     return init_kind(config) == "loftq"
 
 
-def without_start(config: LoraConfig) -> LoraConfig:
+def equally_large(config: LoraConfig) -> LoraConfig:
     """Returns the config of an adapter as large whose initial values need no data and no original weights.
 
     EVA may give a layer up to `rho` times its rank; that counts.

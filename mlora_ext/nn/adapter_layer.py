@@ -138,12 +138,13 @@ class AdapterLayer(nn.Module):
         adapter_kind(spec.kind).initialise(own, config, spec, seed, self.frozen)
 
     def take(self, name: str) -> None:
-        """Removes an adapter; the others do not move."""
+        """Removes an adapter, also one that `put` has left incomplete; the others do not move."""
         self.held.forget()
         if self.fused_projections is not None:
             self.fused_projections.forget_adapters()
-        for part in self.parameters_of(name):
-            self._modules[part].remove(name)  # type: ignore[union-attr, operator]
+        for bank in self._modules.values():
+            if isinstance(bank, AdapterBank) and name in bank:
+                bank.remove(name)
         del self.specs[name]
         self.written.discard(name)
 

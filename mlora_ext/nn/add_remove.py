@@ -14,7 +14,7 @@ from ..adapters.kind import LayerSpec
 from ..adapters.lora_config import check_name, kind_setting, needs_data, needs_weights
 from ..adapters.registry import kind_for
 from ..adapters.trained_parts import TRAINED_COPY
-from ..frozen.quantized.families import is_quantized
+from ..frozen.quantized.families import is_awq, is_quantized
 from ..ops.functional import scaling_dtype
 from .adapter_layer import AdapterLayer, LayerPlace
 from .adapter_weights import adapter_layers
@@ -29,6 +29,7 @@ from .routing.route import LayerGroup
 from .routing.router import AdapterInfo, router_of
 from .targets import linear_layers, target_layers
 from .trained.copies import TrainedCopies
+from .trained.targets import warn_of_trained_parts
 from .unconverted_state import MOVED, check_layer, check_module
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def add_adapter(
 ) -> None:
     """Adds an adapter to a converted model; the others do not move.
 
-    Warns of an entry of `target_modules` that matches nothing beside others that do.
+    At the end it warns of an entry of `target_modules` that matches nothing beside others that do, and of
+    trained parts that PEFT computes otherwise.
 
     Args:
         model: converted by `convert_model`.
@@ -64,12 +66,13 @@ def add_adapter(
     """
     put_on(model, name, config, seed=seed, autocast_adapter_dtype=autocast_adapter_dtype)
     warn_of_idle_targets(model, {name: config})
+    warn_of_trained_parts(model, {name: config})
 
 
 def put_on(
     model: nn.Module, name: str, config: LoraConfig, *, seed: int = 0, autocast_adapter_dtype: bool = True
 ) -> None:
-    """Does what `add_adapter` does, without its warning."""
+    """Does what `add_adapter` does, without its warnings."""
     if not isinstance(name, str):
         raise ValueError(f"name: expected a name before the config, got {type(name).__name__}")
     router = router_of(model)
@@ -122,7 +125,7 @@ def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, L
     kind_for(name, config).check(name, config)
     plan = target_layers(model, name, config)
     _refuse_unserved(model, name, config, plan)
-    _refuse_plain_base(model, name, config, plan)
+    _refuse_base_of_loftq(model, name, config, plan)
     refuse_conflicts(model, {name: plan})
     return plan
 
@@ -144,16 +147,25 @@ def _refuse_unserved(model: nn.Module, name: str, config: LoraConfig, plan: Mapp
             ) from error
 
 
-def _refuse_plain_base(
+def _refuse_base_of_loftq(
     model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec]
 ) -> None:
-    """Raises ValueError for LoftQ over a base that is not quantised.
+    """Raises ValueError for LoftQ over a base that is not quantised, or by AWQ.
 
-    A model with layers on the meta device is a piece of one, which cannot tell.
+    A model with layers on the meta device is a piece of one, which cannot tell whether another is quantised.
     """
-    if not needs_weights(config) or any(parameter.is_meta for parameter in model.parameters()):
+    if not needs_weights(config):
         return
-    if not any(is_quantized(model.get_submodule(key)) for key in plan):
+    for key in plan:
+        if is_awq(model.get_submodule(key)):
+            raise ValueError(
+                f"adapter {name!r}: layer {key}: init_lora_weights='loftq' is not supported over AWQ, which "
+                "scales W's columns and the layer before: the difference to the original W is not what the "
+                "quantisation lost; quantise the original model with bitsandbytes or torchao, or use plain "
+                "LoRA"
+            )
+    whole = not any(parameter.is_meta for parameter in model.parameters())
+    if whole and not any(is_quantized(model.get_submodule(key)) for key in plan):
         raise ValueError(no_quantized_layer(name))
 
 
@@ -237,18 +249,26 @@ def _replace(model: nn.Module, wanted: type[AdapterLayer], place: LayerPlace) ->
 
 
 def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec], seed: int) -> None:
-    """Gives an adapter its Parameters in converted layers; call `regroup` after the last adapter."""
+    """Gives an adapter its Parameters in converted layers; call `regroup` after the last adapter.
+
+    If that fails, no layer keeps any of them.
+    """
     info = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"), seed)
-    awaits = needs_data(config) or needs_weights(config)
-    for key, spec in plan.items():
-        layer = model.get_submodule(key)
-        assert isinstance(layer, AdapterLayer)
-        layer.put(name, config, spec, named_seed(seed, name, key))
-        if spec.tied_to:
-            assert isinstance(layer, RowSource | TrainedCopies)
-            layer.tie(name, model.get_submodule(spec.tied_to))
-        info.awaits_start |= layer.frozen.device.type != "meta" and awaits
-    router_of(model).adapters[name] = info
+    awaits, router = needs_data(config) or needs_weights(config), router_of(model)
+    try:
+        for key, spec in plan.items():
+            layer = model.get_submodule(key)
+            assert isinstance(layer, AdapterLayer)
+            layer.put(name, config, spec, named_seed(seed, name, key))
+            if spec.tied_to:
+                assert isinstance(layer, RowSource | TrainedCopies)
+                layer.tie(name, model.get_submodule(spec.tied_to))
+            info.awaits_start |= layer.frozen.device.type != "meta" and awaits
+        router.adapters[name] = info
+    finally:
+        if name not in router.adapters:
+            for layer in adapter_layers(model, name).values():
+                layer.take(name)
 
 
 def named_seed(seed: int, *parts: str) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
+
+from .warn_caller import warn_caller
 
 
 class StaysInEvaluation:
@@ -51,28 +51,30 @@ def refuse_batch_statistics(model: nn.Module) -> None:
             )
 
 
-def stop_batch_statistics(model: nn.Module) -> None:
-    """Puts every BatchNorm into evaluation mode for good: a batch's mean depends on all its adapters."""
+def stop_batch_statistics(model: nn.Module) -> int:
+    """Puts every BatchNorm into evaluation mode for good: a batch's mean depends on all its adapters.
+
+    Returns how many there are.
+    """
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     for layer in layers:
         layer.__dict__["train"] = StaysInEvaluation(layer)
-    if layers:
-        warnings.warn(
-            f"{len(layers)} batch normalisations of the base model stay in evaluation mode and use their "
-            "running statistics: with those of a batch, one adapter's samples would change another's results",
-            stacklevel=3,
-        )
+    return len(layers)
 
 
-def warn_of_shared_capacity(model: nn.Module) -> None:
-    """Warns of routers whose experts take a number of tokens that depends on the whole batch.
+def warn_of_whole_batches(model: nn.Module, stopped: int) -> None:
+    """Warns of `stopped` batch normalisations, and of routers whose capacity depends on the whole batch.
 
     Switch Transformers' routers count in each sample alone; NLLB's count the batch.
     """
+    if stopped:
+        warn_caller(
+            f"{stopped} batch normalisations of the base model stay in evaluation mode and use their "
+            "running statistics: with those of a batch, one adapter's samples would change another's results"
+        )
     if any(type(module).__name__ == "NllbMoeTop2Router" for module in model.modules()):
-        warnings.warn(
+        warn_caller(
             "the experts of this model take a number of tokens that depends on the whole batch, so that one "
             "sample's results depend on the others, whatever their adapters; train adapters in batches of "
-            "their own if that matters",
-            stacklevel=3,
+            "their own if that matters"
         )

@@ -14,11 +14,12 @@ from .adapter_layer import AdapterLayer
 from .adapter_weights import write_weights
 from .add_remove import convert_layers, join, plan_adapter, refuse_state, regroup
 from .base_dropout import stop_base_dropout
-from .batch_statistics import refuse_batch_statistics, stop_batch_statistics, warn_of_shared_capacity
+from .batch_statistics import refuse_batch_statistics, stop_batch_statistics, warn_of_whole_batches
 from .idle_targets import warn_of_idle_targets
 from .interop import adapter_interface
 from .interop.read_folder import load_into, read_adapter
 from .routing.router import Router
+from .trained.targets import warn_of_trained_parts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -62,6 +63,22 @@ def convert_model(
         >>> model = convert_model(model, {"a": LoraConfig(r=8), "b": LoraConfig(r=64, use_rslora=True)})
         >>> out = model(input_ids=ids, adapter_names=["a", "a", "b"])
     """
+    stopped = convert_silently(
+        model, adapters, seed=seed, autocast_adapter_dtype=autocast_adapter_dtype, every_linear=every_linear
+    )
+    warn_of_conversion(model, adapters, stopped)
+    return model
+
+
+def convert_silently(
+    model: nn.Module,
+    adapters: Mapping[str, LoraConfig],
+    *,
+    seed: int = 0,
+    autocast_adapter_dtype: bool = True,
+    every_linear: bool = False,
+) -> int:
+    """Does what `convert_model` does but warn; returns how many batch normalisations it stopped."""
     if not isinstance(adapters, Mapping):
         raise ValueError(
             f"adapters: expected configs by name, {{'a': LoraConfig(...)}}, got {type(adapters).__name__}"
@@ -78,17 +95,24 @@ def convert_model(
     model.__dict__["mlora_router"] = Router()
     model.requires_grad_(False)
     stop_base_dropout(model)
-    stop_batch_statistics(model)
-    warn_of_shared_capacity(model)
+    stopped = stop_batch_statistics(model)
     forward.install(model)
     checkpointing.install(model)
     adapter_interface.install(model)
     convert_layers(model, plans, autocast_adapter_dtype, every_linear)
-    for name, config in adapters.items():
-        join(model, name, config, plans[name], seed)
-    regroup(model)
+    try:
+        for name, config in adapters.items():
+            join(model, name, config, plans[name], seed)
+    finally:
+        regroup(model)
+    return stopped
+
+
+def warn_of_conversion(model: nn.Module, adapters: Mapping[str, LoraConfig], stopped: int) -> None:
+    """Gives the warnings of `convert_model`; one may be an error, so the model must be complete before."""
+    warn_of_whole_batches(model, stopped)
     warn_of_idle_targets(model, adapters)
-    return model
+    warn_of_trained_parts(model, adapters)
 
 
 def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *, seed: int = 0) -> None:
@@ -113,8 +137,9 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
         load_into(model, name, folder, seed=seed)
         return
     config, weights = read_adapter(model, name, Path(folder))
-    convert_model(model, {name: config}, seed=seed)
+    stopped = convert_silently(model, {name: config}, seed=seed)
     write_weights(model, name, weights)
+    warn_of_conversion(model, {name: config}, stopped)
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from .targets import base_modules, linear_names, translated
+from .warn_caller import warn_caller
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -38,7 +38,4 @@ def warn_of_idle_targets(model: nn.Module, adapters: Mapping[str, LoraConfig]) -
             known = linear_names(model)
             near = difflib.get_close_matches(entry.rpartition(".")[2], known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"linear layers: {', '.join(known)}"
-            warnings.warn(
-                f"adapter {name!r}: target_modules: {entry!r} matches nothing in the model; {hint}",
-                stacklevel=3,
-            )
+            warn_caller(f"adapter {name!r}: target_modules: {entry!r} matches nothing in the model; {hint}")

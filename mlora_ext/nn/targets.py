@@ -131,7 +131,10 @@ def _no_match(model: nn.Module, config: LoraConfig) -> str:
     if others and near and not wrong:
         left_out = " and ".join(f"{key}={getattr(config, key)}" for key in others)
         hint = f"without {left_out} they would; "
-    if difflib.get_close_matches("all-linear", [name.lower() for name in names], n=1, cutoff=0.85):
+    spelt = isinstance(wanted, str) and wanted.lower() == "all-linear"
+    if not spelt and difflib.get_close_matches(
+        "all-linear", [name.lower() for name in names], n=1, cutoff=0.85
+    ):
         alone = "" if isinstance(wanted, str) else ", not in a list"
         hint = f"did you mean 'all-linear'{alone}? "
     if isinstance(wanted, str) and wanted in known:

@@ -113,7 +113,7 @@ def check_a_peft_model(load: Load, folder: Path) -> nn.Module:
     with torch.no_grad():
         found = other.train()(input_ids=ids).logits
         assert_same_up_to_rounding(found, expected.logits, "logits of the folder here")
-        assert other.generate(ids[:1], max_new_tokens=2, do_sample=False).shape == (1, 11)
+        assert other.generate(ids[:1], min_new_tokens=2, max_new_tokens=2, do_sample=False).shape == (1, 11)
     return model
 
 

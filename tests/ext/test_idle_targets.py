@@ -32,6 +32,25 @@ def test_an_entry_that_matches_nothing() -> None:
         mx.add_adapter(model, "b", LoraConfig(r=2, target_modules=["q_proj", "k_porj"]))
     assert len(caught) == 1
     assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="adapter 'c': target_modules: 'k_porj' matches nothing") as caught:
+        model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "k_porj"]), "c")
+    assert caught[0].filename == __file__
+
+
+def test_a_warning_that_is_an_error_leaves_a_whole_adapter() -> None:
+    model = mx.convert_model(llama(), {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="'k_porj' matches nothing"):
+            mx.add_adapter(model, "b", LoraConfig(r=2, target_modules=["q_proj", "k_porj"]))
+    assert list(model.mlora_router.adapters) == ["b"]
+
+
+def test_all_linear_is_no_hint_at_itself() -> None:
+    with pytest.raises(
+        ValueError, match=r"\(with exclude_modules\) match nothing; linear layers of this model"
+    ):
+        mx.convert_model(llama(), {"a": LoraConfig(target_modules="all-linear", exclude_modules=".*")})
 
 
 @pytest.mark.parametrize(

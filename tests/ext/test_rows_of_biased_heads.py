@@ -10,11 +10,13 @@ import torch
 from head_models import lora
 from models import by_peft_key, copy_weights, peft_model, trained_parameters
 from peft import LoraConfig, PeftModel
+from peft.tuners import trainable_tokens
 from tolerances import assert_same_up_to_rounding
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 import mlora_ext as mx
+from mlora_ext.nn.trained.row_head import peft_drops_bias
 
 TOKENS = [3, 5, 9, 17]
 LEAVES_OUT = "PEFT's unmerged forward of its folder leaves the bias of cls.predictions.decoder out"
@@ -44,7 +46,7 @@ def trained(base: nn.Module) -> nn.Module:
     """A converted copy of the base whose adapters have trained rows."""
     configs = {"a": rows(), "b": rows(), "c": lora(target_modules=["value"])}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", LEAVES_OUT)
+        warnings.filterwarnings("ignore", f".*{LEAVES_OUT}")
         model = mx.convert_model(copy.deepcopy(base), configs)
     for name in "ab":
         for parameter in mx.adapter_parameters(model, name).values():
@@ -94,6 +96,17 @@ def test_a_bias_is_kept_as_in_pefts_merged_model(tmp_path: Path) -> None:
     assert_same_up_to_rounding(mixed[3], plain, "the base's rows")
 
 
+def test_an_older_peft_is_asked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT 0.19, the oldest that is supported, makes the layer with tokens."""
+
+    class Old(trainable_tokens.TrainableTokensLayer):
+        def __init__(self, base_layer: nn.Module, adapter_name: str, token_indices: list[int]) -> None:
+            super().__init__(base_layer, adapter_name, token_indices=token_indices)
+
+    monkeypatch.setattr(trainable_tokens, "TrainableTokensLayer", Old)
+    assert peft_drops_bias()
+
+
 def test_warned_once_where_the_bias_has_numbers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -105,3 +118,28 @@ def test_warned_once_where_the_bias_has_numbers() -> None:
     assert len(seen) == 1
     assert seen[0].filename == __file__
     assert torch.equal(torch.get_rng_state(), state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=LEAVES_OUT):
+            mx.add_adapter(model, "c", rows())
+    model(input_ids=ids(), adapter_names=["plain", "b", "c", "c"])
+    mx.remove_adapter(model, "c")
+
+
+@pytest.mark.parametrize("how", ["beside others", "first", "from_peft"])
+def test_weights_are_read_before_a_warning_that_may_be_an_error(how: str, tmp_path: Path) -> None:
+    base = bert(1.0)
+    model = trained(base)
+    mx.save_adapter(model, "a", tmp_path)
+    again: Any = copy.deepcopy(base)
+    if how == "from_peft":
+        again = PeftModel.from_pretrained(again, str(tmp_path), adapter_name="a")
+    elif how == "beside others":
+        mx.convert_model(again, {"other": lora(target_modules=["value"])})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=LEAVES_OUT):
+            mx.from_peft(again) if how == "from_peft" else mx.load_adapter(again, "a", tmp_path)
+    ours = mx.adapter_parameters(again.get_base_model() if how == "from_peft" else again, "a")
+    for key, expected in mx.adapter_parameters(model, "a").items():
+        assert torch.equal(ours[key], expected), key

@@ -14,12 +14,14 @@ from mixtures import mixture
 from models import llama, token_ids
 from peft import LoftQConfig, LoraConfig
 from safetensors.torch import save_file
+from test_packed_groups import layer_and_weight
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import mlora_ext as mx
 from mlora_ext.frozen.plain import PlainWeight
+from mlora_ext.frozen.quantized.awq import AwqWeight
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
 from mlora_ext.frozen.quantized.gptq import GptqWeight
 from mlora_ext.nn.start import from_weights
@@ -173,6 +175,11 @@ def test_an_adapter_waits_for_the_weights(tmp_path: Path) -> None:
         third.load_state_dict(some, strict=False)
         with pytest.raises(ValueError, match="needs the original weights"):
             third(input_ids=ids)
+        wrong = part | {next(iter(some)): torch.zeros(5, 5)}
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            third.load_state_dict(wrong)
+        with pytest.raises(ValueError, match="needs the original weights"):
+            third(input_ids=ids)
         third.load_state_dict(part)
         assert torch.equal(third(input_ids=ids).logits, expected)
 
@@ -204,6 +211,43 @@ def test_a_plain_base_is_refused() -> None:
         mx.convert_model(llama(), {"own": loftq()})
     with pytest.raises(ValueError, match=f"^{message}"):
         rounded(llama(), own=loftq(target_modules=["lm_head"]))
+
+
+def scaled_by_awq() -> nn.Module:
+    """Converted, with random weights of AWQ."""
+    model = mx.convert_model(llama(), {}, every_linear=True)
+    kind = "AWQ of 4 bits"
+
+    def quantised(layer: Any) -> AwqWeight:
+        source, _ = layer_and_weight(kind, (layer.in_features, layer.out_features, 32))
+        return AwqWeight(layer, source, torch.float32)
+
+    mx.set_frozen_weights(model, quantised)
+    return model
+
+
+def as_gptqmodel_loads_awq() -> nn.Module:
+    class AWQuantLinear(nn.Module):
+        in_features, out_features = 32, 32
+
+    AWQuantLinear.__module__ = "gptqmodel.nn_modules.qlinear"
+    model = llama()
+    model.model.layers[1].self_attn.q_proj = AWQuantLinear()
+    model.model.layers[1].self_attn.q_proj.register_buffer("qweight", torch.zeros(32, 4, dtype=torch.int32))
+    return model
+
+
+@pytest.mark.parametrize("build", [scaled_by_awq, as_gptqmodel_loads_awq])
+def test_awq_is_refused(build: Callable[[], nn.Module]) -> None:
+    """Its W is scaled by columns, so the original differs by more than what the quantisation lost."""
+    model, message = build(), r"^adapter 'own': layer .*q_proj: init_lora_weights='loftq' is not supported ov"
+    add = (
+        mx.add_adapter
+        if build is scaled_by_awq
+        else lambda *given: mx.convert_model(given[0], {"own": given[2]})
+    )
+    with pytest.raises(ValueError, match=message):
+        add(model, "own", loftq(target_modules=["q_proj"]))
 
 
 class Packed(nn.Module):

@@ -5,16 +5,28 @@
 
 import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from head_models import VOCABULARY, llama, lora
+from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from tolerances import assert_same_up_to_rounding
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForMaskedLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import mlora_ext as mx
 
@@ -36,6 +48,17 @@ def gpt2() -> nn.Module:
 def roberta() -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     return RobertaForMaskedLM(RobertaConfig(**sizes, vocab_size=VOCABULARY))
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, vocab_size=VOCABULARY, decoder_start_token_id=0))
+
+
+def bart() -> nn.Module:
+    sizes = {f"{part}_{size}": 1 for part in ("encoder", "decoder") for size in ("layers", "attention_heads")}
+    sizes |= {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    return BartForConditionalGeneration(BartConfig(**sizes, vocab_size=VOCABULARY))
 
 
 def changed() -> nn.Module:
@@ -67,6 +90,37 @@ def test_both_layers_have_the_weight_in_copies_and_merged_models(tmp_path: Path)
     assert torch.equal(model(input_ids=ids, adapter_names=["b", "b"]).logits, before)
 
 
+@torch.no_grad()
+def test_a_model_whose_head_is_before_its_embedding() -> None:
+    base = tied()
+    base._modules = {"lm_head": base.lm_head, **base._modules}
+    model = mx.convert_model(base, {"a": copy.deepcopy(BOTH["a"])}).eval()
+    for parameter in mx.adapter_parameters(model, "a").values():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+    merged: Any = mx.merge_and_unload(model, "a")
+    ids = torch.randint(2, VOCABULARY, (2, 6))
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    assert_same_up_to_rounding(merged(input_ids=ids).logits, model(input_ids=ids).logits, "merged")
+
+
+def test_copies_without_a_weight_of_their_own_are_not_tied() -> None:
+    class Deep(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.first, self.second = (nn.Sequential(nn.Linear(32, 32)) for _ in range(2))
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            states = super().forward(*args, output_hidden_states=True, **kwargs).hidden_states
+            return self.second(self.first(states[-1]))
+
+    config = lora(modules_to_save=["lm_head", "first", "second"], ensure_weight_tying=True)
+    theirs = get_peft_model(Deep(tied().config), config).eval()
+    for parameter in theirs.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.05)
+    ours, ids = mx.from_peft(copy.deepcopy(theirs)), torch.randint(2, VOCABULARY, (2, 6))
+    assert_same_up_to_rounding(ours(input_ids=ids), theirs(input_ids=ids), "from_peft")
+
+
 def test_a_folder_with_two_weights(tmp_path: Path) -> None:
     model, file = changed(), tmp_path / "a" / "adapter_model.safetensors"
     mx.save_adapter(model, "a", tmp_path / "a")
@@ -88,6 +142,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (gpt2, {"target_modules": ["c_attn"], "modules_to_save": ["wte"]},
      "PEFT ties only embed_tokens and lm_head, and modules_to_save names transformer.wte; name lm_head"),
     (roberta, {"target_modules": ["query"], "modules_to_save": ["lm_head"]}, "lm_head.decoder has a bias"),
+    *((t5, {"target_modules": ["q"], "modules_to_save": names},
+       "decoder.embed_tokens has the weight of shared and is of class Embedding; only linear layers can")
+      for names in (["lm_head"], ["shared"], ["embed_tokens", "lm_head"])),
+    (bart, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+     "model.decoder.embed_tokens has the weight of model.shared and is of class BartScaledWordEmbedding"),
 ]
 # fmt: on
 
@@ -110,6 +169,20 @@ def test_nothing_changes_where_all_is_tied_already(fields: dict[str, Any]) -> No
     names = [[(key, type(module)) for key, module in model.named_modules()] for model in found]
     assert names[0] == names[1]
     assert list(mx.adapter_parameters(found[0], "a")) == list(mx.adapter_parameters(found[1], "a"))
+
+
+def test_warned_where_nothing_is_tied_as_by_peft() -> None:
+    config = BOTH["a"]
+    with pytest.warns(UserWarning, match="no tied modules were found in the model"):
+        get_peft_model(llama(), copy.deepcopy(config))
+    with pytest.warns(
+        UserWarning, match="adapter 'a': ensure_weight_tying changes nothing: no modul"
+    ) as seen:
+        mx.convert_model(llama(), {"a": copy.deepcopy(config)})
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mx.convert_model(tied(), {"a": copy.deepcopy(config)})
 
 
 @pytest.mark.parametrize("fields", [{"target_modules": ["embed_tokens"]}, {"trainable_token_indices": [4]}])

@@ -65,6 +65,11 @@ def is_quantized(module: nn.Module) -> bool:
     return family_of(module) is not None or isinstance(getattr(module, "frozen", None), QuantizedWeight)
 
 
+def is_awq(module: nn.Module) -> bool:
+    """Whether a linear layer, converted or not, has a weight that AWQ quantised."""
+    return family_of(module) == "awq" or isinstance(getattr(module, "frozen", None), awq.AwqWeight)
+
+
 def held_numbers(module: nn.Module) -> Tensor | None:
     """Returns the tensor with a linear layer's numbers, quantised or not; None if it has none."""
     found = module._parameters.get("weight")

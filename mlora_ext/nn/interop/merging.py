@@ -81,8 +81,8 @@ def merge_and_unload(
             else:
                 setattr(getattr(theirs, bank)[name], attribute, trained)
     merged: nn.Module = tuner.merge_and_unload(safe_merge=safe_merge)
-    for key, layer in every.items():
-        if isinstance(layer, OverModule):
+    for key, layer in sorted(every.items(), key=lambda item: bool(item[1].specs[name].tied_to)):
+        if isinstance(layer, OverModule):  # tied ones last: they share what is merged already
             _replace_trained(merged, key, layer, name, safe_merge)
     return merged
 

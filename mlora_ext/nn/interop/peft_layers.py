@@ -95,8 +95,9 @@ class PeftLayers:
             for other, layer in self.every.items()
             if hasattr(layer, "modules_to_save") and name in layer.modules_to_save
         }
-        first = next(other for other, weight in copies.items() if weight is copies[key])
-        return self.configs[name].ensure_weight_tying and first != key
+        own = copies[key]
+        first = next(other for other, weight in copies.items() if weight is own)
+        return own is not None and self.configs[name].ensure_weight_tying and first != key
 
     def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
         """Returns an adapter's weights by layer name and Parameter name, such as `lora_A`."""

@@ -13,7 +13,7 @@ from ...adapters.registry import kind_for
 from ..adapter_layer import AdapterLayer
 from ..adapter_weights import check_weights, write_weights
 from ..add_remove import plan_adapter
-from ..convert import convert_model
+from ..convert import convert_silently, warn_of_conversion
 from ..unconverted_state import check_untouched, move_hooks
 from .existing_config import refuse_changed_base, with_scaling, without_start
 from .peft_layers import PeftLayers, names_on, plain_key
@@ -56,11 +56,12 @@ def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -
             configs[name].lora_dropout = layers.dropout(name, config.lora_dropout)
             plan = plan_adapter(base, name, configs[name])
             check_weights(base, name, plan, layers.weights(name))
-        model = convert_model(base, configs, seed=seed, autocast_adapter_dtype=not layers.keep_dtype())
+        stopped = convert_silently(base, configs, seed=seed, autocast_adapter_dtype=not layers.keep_dtype())
     for name in configs:
-        write_weights(model, name, layers.weights(name))
-    _carry_over(model, layers)
-    return model
+        write_weights(base, name, layers.weights(name))
+    _carry_over(base, layers)
+    warn_of_conversion(base, configs, stopped)
+    return base
 
 
 def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:

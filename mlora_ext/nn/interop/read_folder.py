@@ -19,6 +19,7 @@ from ...adapters.trained_parts import TRAINED_COPY, task_heads
 from ..adapter_weights import adapter_layers, check_weights, peft_keys, write_weights
 from ..add_remove import plan_adapter, put_on
 from ..routing.router import router_of
+from ..trained.targets import warn_of_trained_parts
 from .body_names import body_names, renamed_keys
 from .existing_config import refuse_changed_base, without_start
 from .label_files import read_label_file
@@ -43,13 +44,15 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
     if name not in router_of(model).adapters:
         config, weights = read_adapter(model, name, path)
         put_on(model, name, config, seed=seed)
+        write_weights(model, name, weights)
+        warn_of_trained_parts(model, {name: config})
     else:
         plan = plan_adapter(model, name, read_config(path))
         weights, others = _read_weights(model, plan, path)
         _check_others(model, path, others)
         _check_start(model, name)
         _check_scaling(model, name, plan)
-    write_weights(model, name, weights)
+        write_weights(model, name, weights)
 
 
 def read_adapter(model: nn.Module, name: str, path: Path) -> tuple[LoraConfig, dict[str, dict[str, Tensor]]]:

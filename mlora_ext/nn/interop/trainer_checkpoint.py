@@ -27,15 +27,16 @@ _STEP = "mlora_router.step"
 def install(model: nn.Module) -> None:
     """Lets a freshly converted model load that `model.safetensors`."""
     model.register_load_state_dict_pre_hook(_read_step)
-    model.register_load_state_dict_post_hook(_end_waiting)
+    model.register_load_state_dict_pre_hook(_end_waiting)
     model.register_load_state_dict_post_hook(_excuse_base)
 
 
-def _end_waiting(model: nn.Module, found: Any) -> None:
-    """An adapter whose weights were all loaded needs no initial values any more."""
+def _end_waiting(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """An adapter whose weights will all be loaded needs no initial values any more."""
     for name, info in router_of(model).adapters.items():
-        own = tuple(adapter_parameters(model, name)) if info.awaits_start else ()
-        if own and not any(key.endswith(own) for key in found.missing_keys):
+        own = adapter_parameters(model, name) if info.awaits_start else {}
+        shapes = {key: getattr(state_dict.get(prefix + key), "shape", None) for key in own}
+        if own and all(shapes[key] == parameter.shape for key, parameter in own.items()):
             info.awaits_start = False
 
 
@@ -107,7 +108,7 @@ def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> 
 
 
 def _adapters_keys(model: nn.Module) -> set[str]:
-    return {key for name in router_of(model).adapters for key in adapter_parameters(model, name)}
+    return {key for name in router_of(model).adapters for key in saved_tensors(model, name)}
 
 
 def _clear_root(folder: Path) -> None:

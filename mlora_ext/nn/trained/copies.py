@@ -46,8 +46,8 @@ class Copies(nn.Module):
         self._modules[name] = module
 
     def take(self, name: str) -> None:
-        """Drops an adapter's copy."""
-        del self._modules[name]
+        """Drops an adapter's copy, if there is one."""
+        self._modules.pop(name, None)
 
 
 class TiedLinear(nn.Module):

@@ -5,8 +5,6 @@ Letters: T rows of x, D = d_in, V = d_out, n trained rows.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +18,8 @@ from ...adapters.trained_parts import TRAINED_ROWS
 from ..over_module import OverModule, RowSource, plain_module
 from ..plain_linear import is_plain_linear, is_transposed
 from ..routing.row_groups import by_adapter, row_groups
-from .rows import start_rows
+from ..warn_caller import warn_caller
+from .rows import has_plain_rows, start_rows
 
 
 class TrainedRowsLinear(RowSource, OverModule):
@@ -35,7 +34,7 @@ class TrainedRowsLinear(RowSource, OverModule):
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
         plain = plain_module(module)
-        return is_plain_linear(plain) and not is_transposed(plain)
+        return is_plain_linear(plain) and not is_transposed(plain) and has_plain_rows(module)
 
     @classmethod
     def shapes(cls, module: nn.Module, spec: LayerSpec) -> dict[str, ParameterSpec]:
@@ -43,15 +42,6 @@ class TrainedRowsLinear(RowSource, OverModule):
             return {}
         weight: Any = plain_module(module).weight
         return {"trainable_tokens_delta": ParameterSpec(len(spec.tokens), weight.shape[1])}  # type: ignore[union-attr, misc]
-
-    def put(self, name: str, config: Any, spec: LayerSpec, seed: int) -> None:
-        super().put(name, config, spec, seed)
-        if _has_numbers(self.base.bias) and peft_drops_bias():
-            warnings.warn(
-                f"adapter {name!r}: PEFT's unmerged forward of its folder leaves the bias of {self.name} out "
-                "(huggingface/peft issue 3649); here, and merged in PEFT, the bias is kept",
-                stacklevel=_callers_level(),
-            )
 
     def initialise(self, own: Mapping[str, nn.Parameter], config: Any, spec: LayerSpec, seed: int) -> None:
         start_rows(own, self.base, spec)
@@ -97,12 +87,15 @@ class TrainedRowsLinear(RowSource, OverModule):
         return y.index_copy(-1, index, columns.to(y.dtype))
 
 
-def _callers_level() -> int:
-    """Returns the `stacklevel` of the code that called this library, for a warning of our caller."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("mlora_ext."):
-        frame, level = frame.f_back, level + 1
-    return level
+def warn_of_dropped_biases(model: nn.Module, name: str) -> None:
+    """Warns of layers with trained rows of an adapter whose bias PEFT leaves out."""
+    for key, layer in model.named_modules():
+        rows = isinstance(layer, TrainedRowsLinear) and name in layer.specs
+        if rows and _has_numbers(layer.base.bias) and peft_drops_bias():
+            warn_caller(
+                f"adapter {name!r}: PEFT's unmerged forward of its folder leaves the bias of {key} out "
+                "(huggingface/peft issue 3649); here, and merged in PEFT, the bias is kept"
+            )
 
 
 def _has_numbers(bias: Any) -> bool:
@@ -119,6 +112,6 @@ def peft_drops_bias() -> bool:
         base = nn.utils.skip_init(nn.Linear, 1, 1)  # draws no random numbers
         nn.init.ones_(base.weight)
         nn.init.ones_(base.bias)
-        layer = TrainableTokensLayer(base, "probe")
+        layer = TrainableTokensLayer(base, "probe", token_indices=[0])  # an argument that PEFT 0.19 needs
         layer.update_layer("probe", token_indices=[0])
         return bool(layer(torch.zeros(1, 1)) == 0)

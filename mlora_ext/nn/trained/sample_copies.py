@@ -63,14 +63,15 @@ class SampleCopies(TrainedCopies):
         leaves, form = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         inputs = [leaves[i] for i in places]
-        if not inputs or inputs[0].dim() < 2:
-            raise self._refusal("gets no input with samples in its first dimension")
+        rows = next((tensor for tensor in inputs if tensor.dim() > 1), None)
+        if rows is None:
+            raise self._refusal("gets no input of two dimensions or more, the first of samples")
         self._refuse_packed()
-        routed = self.routed(inputs[0])
+        routed = self.routed(rows)
         if routed is None:
             return self.base(*args, **kwargs)
         active, place, batch = routed
-        lead = inputs[0].shape[:-1]
+        lead = rows.shape[:-1]
         groups = row_groups(active, place, batch, lead)
         modules = [*(self.modules_to_save.of(name) for name in active.names), self.base]
         if groups.order is None:
@@ -107,10 +108,13 @@ class SampleCopies(TrainedCopies):
     def _refuse_packed(self) -> None:
         route = None if self.router.observer is not None else self.router.route_of_reads(self)
         if route is not None and route.layout is not None and set(route.names) & set(self.specs):
-            raise self._refusal("needs whole samples, and the rows of this batch are packed")
+            raise self._refusal(
+                "needs whole samples, and the rows of this batch are packed",
+                "pass adapter_names=[...] (one per sample) to the forward call",
+            )
 
-    def _refusal(self, why: str) -> ValueError:
+    def _refusal(self, why: str, instead: str = "use one adapter for the whole batch") -> ValueError:
         return ValueError(
             f"layer {self.name}: modules_to_save: a {type(self.base).__name__} {why}; its copies cannot be "
-            "used so: use one adapter for the whole batch, or leave it out of modules_to_save"
+            f"used so: {instead}, or leave it out of modules_to_save"
         )

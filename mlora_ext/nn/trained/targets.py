@@ -18,9 +18,12 @@ from ...adapters.trained_parts import (
 )
 from ..layer_kinds import layer_kind
 from ..over_module import plain_module
+from ..plain_linear import is_plain_linear
 from .copies import why_not_copied
+from .row_head import warn_of_dropped_biases
+from .rows import has_plain_rows
 from .task_heads import TaskHeads
-from .tied_weights import input_embedding, tied_copies, tied_to_embedding
+from .tied_weights import input_embedding, tied_copies, tied_to_embedding, warn_of_nothing_tied
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -48,6 +51,13 @@ def trained_layers(
                 "one of them"
             )
     return copies | rows
+
+
+def warn_of_trained_parts(model: nn.Module, adapters: Mapping[str, LoraConfig]) -> None:
+    """Warns of what new adapters of a converted model train otherwise than PEFT, or in vain."""
+    for name, config in adapters.items():
+        warn_of_dropped_biases(model, name)
+        warn_of_nothing_tied(model, name, config)
 
 
 def _copies(name: str, config: LoraConfig, modules: Mapping[str, nn.Module]) -> dict[str, LayerSpec]:
@@ -144,14 +154,21 @@ def _rows(
 
 
 def _check_rows(name: str, key: str, module: nn.Module, spec: LayerSpec) -> None:
+    plain = plain_module(module)
+    known = isinstance(plain, nn.Embedding) or is_plain_linear(plain)
+    if known and not has_plain_rows(module):
+        raise ValueError(
+            f"adapter {name!r}: trainable_token_indices: {key} is a {type(plain).__name__} with quantised or "
+            "sharded weights, whose rows cannot be trained; leave it out, or do not quantise it"
+        )
     try:
         layer_kind(module, spec.kind)
     except ValueError as error:
         raise ValueError(
-            f"adapter {name!r}: trainable_token_indices: {key} is a {type(plain_module(module)).__name__}; "
-            "only plain embeddings and linear layers have rows that can be trained"
+            f"adapter {name!r}: trainable_token_indices: {key} is a {type(plain).__name__}; only plain "
+            "embeddings and linear layers have rows that can be trained"
         ) from error
-    rows = plain_module(module).weight.shape[0]  # type: ignore[union-attr, index]
+    rows = plain.weight.shape[0]  # type: ignore[union-attr, index]
     for token in spec.tokens:
         if not 0 <= token < rows:
             raise ValueError(

@@ -13,6 +13,9 @@ from torch import nn
 
 from ...adapters.kind import LayerSpec
 from ...adapters.trained_parts import TRAINED_COPY
+from ..over_module import plain_module
+from ..plain_linear import is_plain_linear
+from ..warn_caller import warn_caller
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -60,6 +63,14 @@ def tied_copies(
     wanted = [key for key in copies if any(f"{one}.".startswith(f"{key}.") for one in (embedding, *tied))]
     if not (config.ensure_weight_tying and tied and wanted):
         return {}
+    for key in tied:
+        module = plain_module(modules[key])
+        if not is_plain_linear(module):
+            raise ValueError(
+                f"adapter {name!r}: ensure_weight_tying: {key} has the weight of {embedding} and is of class "
+                f"{type(module).__name__}; only linear layers can share the embedding's copy (PEFT's forward "
+                "fails); leave ensure_weight_tying out"
+            )
     if not any(one.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for one in config.modules_to_save or ()):
         raise ValueError(
             f"adapter {name!r}: ensure_weight_tying: PEFT ties only {' and '.join(EMBEDDING_LAYER_NAMES)}, "
@@ -73,6 +84,17 @@ def tied_copies(
             )
     own = LayerSpec(0, 1.0, 0.0, TRAINED_COPY)
     return {embedding: own} | dict.fromkeys(tied, replace(own, tied_to=embedding))
+
+
+def warn_of_nothing_tied(model: nn.Module, name: str, config: LoraConfig) -> None:
+    """Warns, as PEFT does, of `ensure_weight_tying` where no module is tied to the input embedding."""
+    if not config.ensure_weight_tying:
+        return
+    if not tied_to_embedding(model, input_embedding(model, dict(model.named_modules()))):
+        warn_caller(
+            f"adapter {name!r}: ensure_weight_tying changes nothing: no module of this model is tied to its "
+            "input embedding"
+        )
 
 
 def refuse_tied_targets(

@@ -17,7 +17,7 @@ from mlora.memory.estimate import MemoryEstimate, MemorySample
 from mlora.memory.memory_model import SilentRows
 from mlora.optim.optim_config import OptimConfig
 from mlora.scheduler import sum_of
-from mlora_ext.adapters.lora_config import without_start
+from mlora_ext.adapters.lora_config import equally_large
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -82,7 +82,7 @@ class AdapterMemory:
 
         Raises ValueError if the adapter cannot be put on the base.
         """
-        lora = without_start(lora)
+        lora = equally_large(lora)
         states = [stage.states(lora, optim) for stage in self._stages]
         if not trained:
             states = [replace(state, gradients=0, moments=0, update=0) for state in states]

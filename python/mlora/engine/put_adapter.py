@@ -17,6 +17,7 @@ from mlora.model.task_heads import check_heads, prepare_head
 from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of
 from mlora_ext.nn.add_remove import put_on
 from mlora_ext.nn.interop.read_folder import read_config
+from mlora_ext.nn.trained.targets import warn_of_trained_parts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -44,6 +45,8 @@ def put_adapter(
             if lora is not None:
                 mlora_ext.remove_adapter(model, name)
             raise
+    if lora is not None:
+        warn_of_trained_parts(model, {name: lora})
 
 
 def plain_lora(config: LoraConfig) -> dict[str, Any]:

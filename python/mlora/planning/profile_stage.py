@@ -27,7 +27,7 @@ from mlora.model.task_heads import prepare_head
 from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
 from mlora.planning.partition import Cost, Table
 from mlora_ext import SegmentLayout
-from mlora_ext.adapters.lora_config import without_start
+from mlora_ext.adapters.lora_config import equally_large
 from mlora_ext.nn import MultiLoRALinear
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class _Profile:
         mlora_ext.convert_model(base.model, {}, every_linear=True)
         if lora is not None:
             prepare_head(base.model, lora)
-            mlora_ext.add_adapter(base.model, _NAME, without_start(copy.deepcopy(lora)))
+            mlora_ext.add_adapter(base.model, _NAME, equally_large(copy.deepcopy(lora)))
         base.model.train()
         base.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         self._rows = sum(lengths)
