@@ -17,34 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...adapters.lora_config import needs_weights
 from ...frozen.weight import FrozenKind, FrozenWeight
 from ...ops.functional import scaling_dtype
 from ...ops.held import Updates
 from ...ops.segments import SegmentLayout
+from .adapter_info import AdapterInfo
 from .in_flight import ForwardsInFlight, attach_token
 from .route import BASE, LayerGroup, Route, RoutedLayer, RouteTensors, Sees, SharedInput, only_used
 from .samples import Places, SampleDim
 from .thread_guard import ThreadGuard, calling_frame, inside_backward, is_running
 from .trial_passes import Observer
-
-
-@dataclass(eq=False)
-class AdapterInfo:
-    """What a model knows of an adapter beside its layers.
-
-    Attributes:
-        config: PEFT's, as it was given.
-        seed: of its dropout.
-        start_seed: of its initial values, together with its name and a layer's.
-        awaits_start: whether `mlora_ext.initialise_from_data` (for LoftQ `initialise_from_weights`) must be
-            called before it can be used.
-    """
-
-    config: Any
-    seed: int
-    start_seed: int = 0
-    awaits_start: bool = False
 
 
 @dataclass(eq=False)
@@ -149,8 +131,7 @@ class Router:
 
     def _route(self, names: tuple[str, ...], steps: Sequence[int] | None, **rest: Any) -> Route:
         for name in names:
-            if self.adapters[name].awaits_start:
-                raise ValueError(_awaits(name, self.adapters[name].config))
+            self.adapters[name].check_started(name)
         seeds = tuple(self.adapters[name].seed for name in names)
         if steps is None:
             return Route(names, seeds, (self.step,) * len(names), automatic=True, **rest)
@@ -376,18 +357,6 @@ class Router:
         while self._calls and self._calls[-1].interrupted():
             self._set(*self._calls.pop().before)
             self.thread_guard.give()
-
-
-def _awaits(name: str, config: Any) -> str:
-    """Returns what must be called before an adapter can be used."""
-    needs, function, argument, key = "the adapter's data", "data", "batches", "start_batches"
-    if needs_weights(config):
-        needs, function, argument, key = "the original weights", "weights", "folder", "start_weights"
-    return (
-        f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} needs {needs}; call "
-        f"mlora_ext.initialise_from_{function}(model, {name!r}, {argument}) first; an Engine takes "
-        f"create_adapter({key}=...)"
-    )
 
 
 def router_of(model: nn.Module) -> Router:
