@@ -161,6 +161,7 @@ class Router:
     def _set(self, route: Route | None, in_backward: bool) -> None:
         self.active = route
         self._entered_in_backward = in_backward
+        self.selected.clear()  # an interrupt may have left some
         for fused_projections in self.fused_projections:
             fused_projections.forget()
         for group in self.groups:
