@@ -25,7 +25,7 @@ from .adapter_info import AdapterInfo
 from .in_flight import ForwardsInFlight, attach_token
 from .route import BASE, LayerGroup, Route, RoutedLayer, RouteTensors, Sees, SharedInput, only_used
 from .samples import Places, SampleDim
-from .thread_guard import ThreadGuard, calling_frame, inside_backward, is_running
+from .thread_guard import ThreadGuard, calling_frame, inside_backward, inside_call, is_running
 from .trial_passes import Observer
 
 
@@ -255,9 +255,15 @@ class Router:
         return None
 
     def route_of_reads(self, layer: RoutedLayer) -> Route | None:
-        """Returns the route along which a layer's weight is read; None outside of forward passes."""
+        """Returns the route along which a layer's weight is read; None outside of forward passes.
+
+        In a part of the model that is called by itself it is that of the part's layers. Raises ValueError if
+        several adapters may be meant.
+        """
         if inside_backward() and not self._entered_in_backward:
             return self._recomputed(layer, 1)
+        if self.active is None and inside_call():
+            return self._only_adapter(1)
         return self.active
 
     def _only_adapter(self, samples: int) -> Route:
