@@ -25,8 +25,9 @@ from .idle_targets import warn_of_idle_targets
 from .layer_kinds import layer_kind
 from .linear import MultiLoRALinear
 from .over_module import RowSource, plain_module
+from .routing.adapter_info import AdapterInfo
 from .routing.route import LayerGroup
-from .routing.router import AdapterInfo, router_of
+from .routing.router import router_of
 from .targets import linear_layers, target_layers
 from .trained.copies import TrainedCopies
 from .trained.targets import warn_of_trained_parts

@@ -10,10 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-_ATTRIBUTES = ("device", "dtype", "is_meta", "ndim", "requires_grad", "shape")
+_ATTRIBUTES = (
+    *("device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_quantized", "is_sparse"),
+    *("layout", "ndim", "requires_grad", "shape"),
+)
 _TELLS_NO_VALUES = {
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
-    *(Tensor.dim, Tensor.element_size, Tensor.is_floating_point, Tensor.numel, Tensor.size),
+    *(Tensor.__len__, Tensor.dim, Tensor.element_size, Tensor.numel, Tensor.size, Tensor.stride),
+    *(Tensor.get_device, Tensor.is_contiguous, Tensor.is_complex, Tensor.is_floating_point),
+    *(torch.numel, torch.is_complex, torch.is_floating_point),
+}
+_CASTS = {
+    *(Tensor.to, Tensor.type_as),
+    *(Tensor.bfloat16, Tensor.double, Tensor.float, Tensor.half),
 }
 _TRANSPOSES = {
     *(getattr(Tensor, name).__get__ for name in ("T", "mT")),
@@ -26,32 +35,30 @@ _MULTIPLIES = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.
 class ReadFromOutside(Tensor):
     """A parameter W of which each adapter of a mixed batch has values of its own.
 
-    It tells shape and dtype, and gives products `x Wᵀ`, as `F.linear(x, W)` or `x @ W.T`.
+    It tells shape and dtype, and gives products `x Wᵀ`, as `F.linear(x, W)` or `x @ W.to(dtype).T`.
 
     Attributes:
-        layer: names the parameter's module in messages.
-        product: returns `[..., O]` for x `[..., D]`: each row's product with its own W.
-        refuses: whether other functions are refused. In trial passes they use the base's values.
+        product: returns `[..., O]` for x `[..., D]`: each row's product with its own W. It also gets the
+            base's W, in the dtype that the products shall use.
+        refusal: why other functions are refused; empty in trial passes, where they use the base's values.
         transposed: whether this is Wᵀ.
     """
 
-    layer: str
-    product: Callable[[Tensor], Tensor]
-    refuses: bool
+    product: Callable[[Tensor, Tensor], Tensor]
+    refusal: str
     transposed: bool
 
     @classmethod
     def of(
         cls,
         parameter: Tensor,
-        layer: str,
-        product: Callable[[Tensor], Tensor],
-        refuses: bool,
+        product: Callable[[Tensor, Tensor], Tensor],
+        refusal: str,
         transposed: bool = False,
     ) -> ReadFromOutside:
         """Returns this view of a parameter."""
         read = parameter.detach().as_subclass(cls)
-        read.layer, read.product, read.refuses, read.transposed = layer, product, refuses, transposed
+        read.product, read.refusal, read.transposed = product, refusal, transposed
         return read
 
     @classmethod
@@ -60,17 +67,26 @@ class ReadFromOutside(Tensor):
     ) -> Any:
         named = kwargs or {}
         read = next((one for one in tree_leaves((args, named)) if isinstance(one, cls)), None)
-        if read is not None and (factors := _factors(function, read, args, named)):
-            y = read.product(factors[0])
+        assert read is not None
+        if factors := _factors(function, read, args, named):
+            y = read.product(factors[0], read._base_values())
             return y if factors[1] is None else y + factors[1]
-        turns = read is not None and function in _TRANSPOSES and args[1:] in _BOTH and not named
-        if not turns and function not in _TELLS_NO_VALUES and (read is None or read.refuses):
-            raise outside_read(read.layer if read is not None else "with trained weights")
+        turns = function in _TRANSPOSES and args[1:] in _BOTH and not named
+        casts = function in _CASTS and args[0] is read
+        tells = function in _TELLS_NO_VALUES or (function in _CASTS and not casts)
+        if not (turns or casts or tells) and read.refusal:
+            raise ValueError(read.refusal)
         with torch._C.DisableTorchFunctionSubclass():
             found = function(*args, **named)
-        if read is None or not turns:
+        if found is read or not (turns or casts):
             return found
-        return cls.of(found, read.layer, read.product, read.refuses, not read.transposed)
+        return cls.of(found, read.product, read.refusal, read.transposed != turns)
+
+    def _base_values(self) -> Tensor:
+        """Returns the base's W."""
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.as_subclass(Tensor)
+            return plain.t() if self.transposed else plain
 
 
 def _factors(
@@ -84,9 +100,9 @@ def _factors(
     return (args[0], None) if function in _MULTIPLIES and read.transposed else None
 
 
-def outside_read(layer: str) -> ValueError:
-    """Returns the error for a read in a mixed batch."""
-    return ValueError(
+def refusal_in_mixed_batch(layer: str) -> str:
+    """Returns why values of a layer's weights cannot be read in a mixed batch."""
+    return (
         f"layer {layer}: another module reads its weights without calling it, and adapters of this batch "
         "have their own; use one adapter for the whole batch, or leave it out of modules_to_save and "
         "trainable_token_indices"

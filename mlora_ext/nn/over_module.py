@@ -16,7 +16,7 @@ from ..adapters.trained_parts import TRAINED_PARTS
 from ..frozen.plain import PlainWeight
 from ..ops.functional import scaling_dtype
 from .adapter_layer import AdapterLayer, LayerPlace
-from .outside_reads import ReadFromOutside, outside_read
+from .outside_reads import ReadFromOutside, refusal_in_mixed_batch
 from .routing.route import LayerGroup, RouteTensors
 from .routing.router import Router
 from .routing.row_groups import by_adapter, row_groups
@@ -79,8 +79,8 @@ class OverModule(AdapterLayer):
         """Returns an attribute of the base's module that this layer does not have.
 
         Inside a forward pass, parameters and parts of the base are those that the active adapter trains, as
-        in PEFT. If adapters of a mixed batch have different ones, a matrix gives products only
-        (`ReadFromOutside`), and ValueError is raised for a part.
+        in PEFT. If adapters of a mixed batch have different ones, or it is unknown whose are read, a
+        parameter gives products only (`ReadFromOutside`), and ValueError is raised for a part.
         """
         base = self.__dict__.get("base")
         try:
@@ -93,46 +93,58 @@ class OverModule(AdapterLayer):
         return self._read_from_outside(name, found) if own and found is not None else found
 
     def _read_from_outside(self, name: str, found: Any) -> Any:
+        trained = {adapter for adapter, spec in self.specs.items() if spec.kind in TRAINED_PARTS}
+        if not trained:
+            return found
         if self.router.observer is not None:
             return self._observed_read(name, found)
-        route = self.router.route_of_reads(self)
-        if route is None:
-            return found
-        owners = [o for o in route.names if o in self.specs and self.specs[o].kind in TRAINED_PARTS]
-        if not owners:
-            return found
-        if not route.mixed:
-            return self.own_part(owners[0], name)
+        try:
+            route = self.router.route_of_reads(self)
+        except ValueError as error:  # it may be a hook that asks for the shape only
+            refusal = f"layer {self.name}: its weights are read, but not by a call of it: {error}"
+        else:
+            owners = frozenset() if route is None else route.owners
+            if not trained & owners:
+                return found
+            if len(owners) == 1:
+                return self.own_part(next(iter(owners)), name)
+            refusal = refusal_in_mixed_batch(self.name)
         if isinstance(found, nn.Module):
-            raise outside_read(self.name)
-        return ReadFromOutside.of(found, self.name, partial(self._outside_product, name), True)
+            raise ValueError(refusal)
+        return ReadFromOutside.of(found, partial(self._outside_product, name), refusal)
 
     def _observed_read(self, name: str, found: Any) -> Any:
         """Returns a matrix whose products a trial pass sees, so that it is known whose rows they are of."""
-        observer, trained = (
-            self.router.observer,
-            {spec.kind for spec in self.specs.values()} & {*TRAINED_PARTS},
-        )
-        if not trained or not isinstance(observer, Observer) or not isinstance(found, Tensor):
+        observer = self.router.observer
+        if not isinstance(observer, Observer) or not isinstance(found, Tensor) or found.dim() != 2:
             return found
 
-        def product(x: Tensor) -> Tensor:
-            return observer.see(f"{self.name}.{name}", x, x @ found.t())
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return observer.see(f"{self.name}.{name}", x, x @ weight.t())
 
-        return ReadFromOutside.of(found, self.name, product, False) if found.dim() == 2 else found
+        return ReadFromOutside.of(found, product, "")
 
-    def _outside_product(self, name: str, x: Tensor) -> Tensor:
-        """Returns x times the transpose of a matrix of the base, of which adapters have their own."""
+    def _outside_product(self, name: str, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns x times the transpose of a matrix of the base, of which adapters have their own.
+
+        Args:
+            weight: the base's.
+        """
         read = _Read(f"{self.name}.{name}", self.group, self.training)
         active, place, batch = self.router.tensors_for(read, x)
-        trained = [owner for owner in active.names if self.specs[owner].kind in TRAINED_PARTS]
-        own = {active.names.index(owner): self.own_part(owner, name) for owner in trained}
-        base, lead = getattr(self.base, name), x.shape[:-1]
+        names, lead = active.names, x.shape[:-1]
 
         def compute(owner: int, rows: Sequence[Tensor]) -> Tensor:
-            return rows[0] @ own.get(owner, base).t()
+            if owner < 0 or self.specs[names[owner]].kind not in TRAINED_PARTS:
+                return rows[0] @ weight.t()
+            return self.own_product(names[owner], name, rows[0], weight)
 
         return by_adapter(row_groups(active, place, batch, lead), [x], lead, compute)
+
+    def own_product(self, adapter: str, name: str, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns x times the transpose of an adapter's own matrix, for the base's `weight`."""
+        own: Tensor = self.own_part(adapter, name)
+        return x @ own.to(weight).t()
 
     def own_part(self, adapter: str, name: str) -> Any:
         """Returns what an adapter has in place of a parameter or part of the base."""
@@ -198,6 +210,15 @@ class RowSource:
             return part
         index = torch.tensor(self.specs[adapter].tokens, device=part.device)
         return part.index_copy(0, index, self.trained_rows(adapter).to(part.dtype))
+
+    def own_product(self, adapter: str, name: str, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns x times the transpose of the weight with the rows that an adapter trains.
+
+        The base's product with other columns: no table for each adapter.
+        """
+        index = torch.tensor(self.specs[adapter].tokens, device=x.device)
+        rows = self.trained_rows(adapter).to(getattr(self.base, name).dtype).to(weight)
+        return (x @ weight.t()).index_copy(-1, index, x @ rows.t())
 
     def tie(self, name: str, source: nn.Module) -> None:
         """Takes the trained rows of an adapter from another layer, the same one for all that are tied."""

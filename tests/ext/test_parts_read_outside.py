@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from head_models import lora
+from memory import most_at_once
 from models import by_peft_key, copy_weights, peft_model, trained_parameters
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
@@ -71,6 +72,15 @@ def both(model: nn.Module, **fields: Any) -> tuple[nn.Module, nn.Module]:
     return ours, peft
 
 
+def assert_same_gradients(ours: nn.Module, peft: nn.Module, name: str, tolerance: float = 1e-5) -> None:
+    """Compares those of PEFT's active adapter, all of which have some."""
+    state = trained_parameters(peft)
+    for key, parameter in by_peft_key(ours, name).items():
+        assert parameter.grad is not None, key
+        assert parameter.grad.any(), key
+        assert_same_up_to_rounding(parameter.grad, state[key].grad, key, tolerance)
+
+
 def ids() -> Tensor:
     return torch.randint(0, V, (3, 5))
 
@@ -89,11 +99,11 @@ def test_one_adapter_reads_its_own_and_a_mixed_batch_multiplies_by_them(
     tokens = ids()
     for name in "ab":
         peft.set_adapter(name)
-        mine = ours(input_ids=tokens, adapter_names=[name] * 3)
-        assert_same_up_to_rounding(mine, peft(tokens), name)
-        mine.square().sum().backward()
-    grads = [p.grad for p in mx.adapter_parameters(ours, "b").values()]
-    assert all(grad is not None and grad.any() for grad in grads)
+        mine, theirs = ours(input_ids=tokens, adapter_names=[name] * 3), peft(tokens)
+        assert_same_up_to_rounding(mine.detach(), theirs.detach(), name)
+        mine.square().mean((1, 2)).sum().backward()
+        theirs.square().mean((1, 2)).sum().backward()
+        assert_same_gradients(ours, peft, name)
     with peft.disable_adapter():
         assert torch.equal(ours(input_ids=tokens, adapter_names=["__base__"] * 3), peft(tokens))
     names = ["a", "b", "__base__"]
@@ -110,26 +120,195 @@ def test_one_adapter_reads_its_own_and_a_mixed_batch_multiplies_by_them(
         alone = peft(tokens[row : row + 1])
         assert_same_up_to_rounding(mixed[row].detach(), alone[0].detach(), name)
         alone.square().mean((1, 2)).sum().backward()
-        state = trained_parameters(peft)
-        for key, parameter in by_peft_key(ours, name).items():
-            assert_same_up_to_rounding(parameter.grad, state[key].grad, key)
+        assert_same_gradients(ours, peft, name)
     with torch.no_grad(), peft.disable_adapter():
         assert_same_up_to_rounding(mixed[2].detach(), peft(tokens[2:])[0], "base")
 
 
-@pytest.mark.parametrize("how", ["x @ w.T", "x @ w.t()", "x @ w.transpose(0, 1)", "x @ w.mT + 1"])
-def test_products_of_a_mixed_batch(how: str) -> None:
+@pytest.mark.parametrize("fields", [ROWS, {"modules_to_save": ["embed"]}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("x @ w.T", "x @ w.t()", "x @ w.transpose(0, 1)", "x @ w.mT + 1"),
+        *("x.to(w) @ w.to(x.dtype).T", "x.double() @ w.T.to(torch.float64)", "x.type_as(w) @ w.float().T"),
+        *("F.linear(x.double(), w.double())", "F.linear(x, w) if w.is_cuda == x.is_cuda else 0"),
+    ],
+)
+def test_products_of_a_mixed_batch(how: str, fields: dict[str, Any]) -> None:
     class Multiplies(PlainReader):
         def forward(self, input_ids: Tensor) -> Tensor:
             h = self.norm(torch.tanh(self.body(self.embed(input_ids))))
-            return eval(how, {"x": h.flatten(0, 1), "w": self.embed.weight}).unflatten(0, h.shape[:2])
+            given = {"x": h.flatten(0, 1), "w": self.embed.weight, "F": F, "torch": torch}
+            return eval(how, given).unflatten(0, h.shape[:2])
 
-    ours, _ = both(Multiplies(), **ROWS)
+    ours, peft = both(Multiplies(), **fields)
     tokens, names = ids(), ["b", "a", "__base__"]
     mixed = ours(input_ids=tokens, adapter_names=names)
-    for row, name in enumerate(names):
-        alone = ours(input_ids=tokens[row : row + 1], adapter_names=[name])
+    mixed[:2].square().sum().backward()
+    for row, name in enumerate(names[:2]):
+        peft.set_adapter(name)
+        alone = peft(tokens[row : row + 1])
+        assert mixed.dtype == alone.dtype
         assert_same_up_to_rounding(mixed[row].detach(), alone[0].detach(), name)
+        alone.square().sum().backward()
+        assert_same_gradients(ours, peft, name)
+    with torch.no_grad(), peft.disable_adapter():
+        assert_same_up_to_rounding(mixed[2].detach(), peft(tokens[2:])[0], "base")
+
+
+@pytest.mark.parametrize("fields", [ROWS, {"modules_to_save": ["embed"]}])
+def test_packed_rows_of_one_adapter_read_its_own(fields: dict[str, Any]) -> None:
+    """Also where the route names another adapter first."""
+    ours, peft = both(PlainReader(), **fields)
+    tokens = ids()
+    for owner, name in enumerate("ab"):
+        ours.zero_grad()
+        peft.zero_grad()
+        peft.set_adapter(name)
+        lengths, owners = [0, tokens.numel()], [1 - owner, owner]
+        with mx.route(ours, mx.SegmentLayout.from_lengths(lengths, owners), names=["a", "b"]):
+            mine = ours(input_ids=tokens)
+        theirs = peft(tokens)
+        assert_same_up_to_rounding(mine.detach(), theirs.detach(), name)
+        mine.square().mean((1, 2)).sum().backward()
+        theirs.square().mean((1, 2)).sum().backward()
+        assert_same_gradients(ours, peft, name)
+    nobodys = mx.SegmentLayout.from_lengths([tokens.numel()], [-1])
+    with mx.route(ours, nobodys, names=["a", "b"]), peft.disable_adapter():
+        assert torch.equal(ours(input_ids=tokens), peft(tokens))
+
+
+def test_packed_rows_of_several_adapters_read_their_own() -> None:
+    ours, peft = both(PlainReader(), **ROWS)
+    tokens = ids()
+    with mx.route(ours, mx.SegmentLayout.from_lengths([5, 10], [1, 0]), names=["a", "b"]):
+        mixed = ours(input_ids=tokens)
+    for name, own in {"b": slice(0, 1), "a": slice(1, 3)}.items():
+        peft.set_adapter(name)
+        assert_same_up_to_rounding(mixed[own].detach(), peft(tokens[own]).detach(), name)
+
+
+class Outer(nn.Module):
+    """Calls its only part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = PlainReader()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.inner(input_ids)
+
+
+@pytest.mark.parametrize("fields", [ROWS, {"modules_to_save": ["embed"]}])
+def test_a_part_called_by_itself_reads_what_its_layers_use(fields: dict[str, Any]) -> None:
+    ours, peft = both(Outer(), **fields)
+    tokens, base = ids(), ours.inner.embed.base.weight
+    assert ours.inner.embed.weight is base
+    with pytest.raises(ValueError, match="this model has 2 adapters"):
+        ours.inner(tokens)
+    mx.remove_adapter(ours, "b")
+    peft.set_adapter("a")
+    assert_same_up_to_rounding(ours.inner(tokens).detach(), peft(tokens).detach(), "a")
+    assert ours.inner.embed.weight is base
+    with mx.disable_adapter(ours), peft.disable_adapter():
+        assert torch.equal(ours.inner(tokens), peft(tokens))
+
+
+class Reads(nn.Module):
+    """A module around a converted model, which reads a weight of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.model.embed.weight
+        assert weight.shape == (V, D)
+        return F.linear(x, weight)
+
+
+def test_a_module_around_the_model_reads_what_the_only_adapter_has() -> None:
+    ours, peft = both(PlainReader(), **ROWS)
+    x = torch.randn(3, D)
+    with pytest.raises(ValueError, match="this model has 2 adapters"):
+        Reads(ours)(x)
+    mx.remove_adapter(ours, "b")
+    peft.set_adapter("a")
+    assert_same_up_to_rounding(Reads(ours)(x).detach(), Reads(peft.base_model.model)(x).detach(), "a")
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_hook_of_backward_may_ask_for_a_shape(trains: bool, training: bool) -> None:
+    config = lora(target_modules=["body"], **ROWS) if trains else lora(target_modules=["body", "embed"])
+    model, shapes = PlainReader(), []
+    if not trains:
+        model.forward = lambda input_ids: model.body(model.embed(input_ids))  # type: ignore[method-assign]
+    ours = mx.convert_model(model, {"a": config, "b": config}).train(training)
+    for parameter in mx.adapter_parameters(ours, "b").values():
+        parameter.register_hook(lambda _: shapes.append(ours.embed.weight.shape))
+    passes = [ours(input_ids=ids(), adapter_names=[name] * 3) for name in "ab"]
+    sum(y.sum() for y in passes).backward()
+    assert set(shapes) == {(V, D)}
+    if trains:
+        mx.adapter_parameters(ours, "b")["body.lora_A.b.weight"].register_hook(
+            lambda grad: grad + ours.embed.weight.sum()
+        )
+        passes = [ours(input_ids=ids(), adapter_names=[name] * 3) for name in "ab"]
+        with pytest.raises(ValueError, match="layer embed: its weights are read, but not by a call of it"):
+            sum(y.sum() for y in passes).backward()
+
+
+@pytest.mark.parametrize("reads_head", [True, False])
+def test_parts_beside_a_half_precision_base(reads_head: bool) -> None:
+    """PEFT trains the part in half precision; here only what is read from outside is used in it."""
+    ours, peft = both(Reader(reads_head).bfloat16(), modules_to_save=["head"])
+    tokens = ids()
+    for name in "ab":
+        peft.set_adapter(name)
+        mine, theirs = ours(input_ids=tokens, adapter_names=[name] * 3), peft(tokens)
+        assert mine.dtype == theirs.dtype == torch.bfloat16
+        assert_same_up_to_rounding(mine.detach().float(), theirs.detach().float(), name, 2e-2)
+        mine.float().square().mean((1, 2)).sum().backward()
+        theirs.float().square().mean((1, 2)).sum().backward()
+        assert_same_gradients(ours, peft, name, 5e-2)
+
+
+def test_a_part_with_batch_normalisation_beside_a_half_precision_base() -> None:
+    class Normed(Head):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(5))  # type: ignore[assignment]
+
+    model = Reader(reads_head=True)
+    model.head = Normed()
+    config = lora(target_modules=["body"], modules_to_save=["head"])
+    ours = mx.convert_model(model.bfloat16(), {"a": config}).train()
+    before = ours.head.modules_to_save.of("a").inner[1].running_mean.clone()
+    ours(input_ids=ids()).float().sum().backward()
+    own = ours.head.modules_to_save.of("a").inner
+    assert not torch.equal(own[1].running_mean, before)
+    assert all(p.dtype == torch.float32 and p.grad is not None for p in own.parameters())
+
+
+def test_a_read_of_a_mixed_batch_keeps_no_table_of_each_adapter() -> None:
+    class Wide(PlainReader):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(20000, D)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return super().forward(input_ids)[..., :1]
+
+    config = lora(target_modules=["body"], trainable_token_indices={"embed": [1, 2, 3]})
+    ours = mx.convert_model(Wide(), dict.fromkeys("abcd", config))
+    table, tokens = ours.embed.weight.nbytes, torch.randint(0, 20000, (4, 1))
+
+    def step() -> None:
+        ours(input_ids=tokens, adapter_names=list("abcd")).sum().backward()
+
+    step()
+    assert most_at_once(step) < 1.5 * table
 
 
 @pytest.mark.parametrize("how", ["x @ (2 * w).T", "x @ w.sum(0)", "w[:3].sum() * x", "w.T.T @ x[0]"])

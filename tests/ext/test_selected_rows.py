@@ -14,6 +14,7 @@ from transformers import SwitchTransformersConfig, SwitchTransformersForConditio
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersExperts
 
 import mlora_ext as mx
+from mlora_ext.nn.routing import selected_rows
 
 NAMES = ["b", "a", "__base__", "a"]
 SIZES: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "vocab_size": 40}
@@ -115,6 +116,53 @@ def test_an_error_inside_leaves_nothing_behind() -> None:
         assert torch.equal(other(**given, adapter_names=NAMES).logits, expected)
     merged = mx.merge_and_unload(model, "a")
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in merged.modules())
+
+
+def test_an_interrupt_inside_leaves_nothing_behind() -> None:
+    """PyTorch runs no hook after it."""
+    model, given = mx.convert_model(switch(), lora()), batch()
+    expected = model(**given, adapter_names=NAMES).logits
+    inside = next(part for part in model.modules() if isinstance(part, SwitchTransformersExperts))
+    expert = next(iter(inside.values()))
+
+    def interrupt(*_: Any) -> None:
+        assert model.mlora_router.selected
+        raise KeyboardInterrupt
+
+    interrupts = [part.register_forward_hook(interrupt) for part in inside.values()]
+    with pytest.raises(KeyboardInterrupt):
+        model(**given, adapter_names=NAMES)
+    for handle in interrupts:
+        handle.remove()
+    with mx.route(model, mx.SegmentLayout.from_lengths([5]), names=["a"]):
+        assert not model.mlora_router.selected
+        expert(torch.randn(5, 16))
+    assert torch.equal(model(**given, adapter_names=NAMES).logits, expected)
+
+
+@pytest.mark.parametrize("names", [NAMES, ["a"] * 4])
+def test_too_little_memory_to_follow_rows_is_said(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = mx.convert_model(switch(), lora(0.4)).train(), batch()
+    model(**given, adapter_names=names)
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(selected_rows, "_numbers_of_parts", fails)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        model(**given, adapter_names=names)
+
+
+def test_masks_that_cannot_follow_samples_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = mx.convert_model(switch(), lora(0.4)).train(), batch()
+
+    def fails(*_: Any) -> None:
+        raise ValueError("a part gets something else")
+
+    monkeypatch.setattr(selected_rows, "_numbers_of_parts", fails)
+    with pytest.raises(ValueError, match=r"experts: cannot tell which of its rows its parts get.*ValueError"):
+        model(**given, adapter_names=["a"] * 4)
+    model.eval()(**given, adapter_names=["a"] * 4)
 
 
 def test_other_containers_are_refused_still() -> None:

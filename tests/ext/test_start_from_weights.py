@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from memory import most_at_once
 from mixtures import mixture
 from models import llama, token_ids
 from peft import LoftQConfig, LoraConfig
@@ -17,7 +16,6 @@ from safetensors.torch import save_file
 from test_packed_groups import layer_and_weight
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import mlora_ext as mx
 from mlora_ext.frozen.plain import PlainWeight
@@ -296,15 +294,6 @@ def test_originals_of_a_base_of_2_bits(tmp_path: Path) -> None:
             left = error - own[key.replace("lora_A", "lora_B")] @ own[key]
             assert left.norm() == pytest.approx(torch.linalg.svdvals(error)[3:].norm().item(), rel=1e-4)
     assert min(lost) > QuantizedWeight.most_lost
-
-
-def most_at_once(run: Callable[[], object]) -> int:
-    """Returns the most bytes of tensors that a call holds at once beyond those from before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        run()
-    events = [one for one in found.profiler.kineto_results.events() if one.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(accumulate(event.nbytes() for event in events))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -262,12 +262,19 @@ class Route:
         return SegmentLayout.from_lengths([each] * len(self.samples), self.samples, row0)
 
     @cached_property
+    def owners(self) -> frozenset[str]:
+        """The names of the adapters that have rows; `BASE` if there are rows without one."""
+        if self.layout is None:
+            found = set(self.samples) or {0 if self.names else -1}
+        else:
+            lengths = zip(self.layout.adapters, self.layout.lengths, strict=True)
+            found = {adapter for adapter, rows in lengths if rows}
+        return frozenset(self.names[adapter] if adapter >= 0 else BASE for adapter in found)
+
+    @cached_property
     def mixed(self) -> bool:
         """Whether the rows belong to several adapters, or some of them to none."""
-        if self.layout is None:
-            return len(set(self.samples)) > 1
-        owners = zip(self.layout.adapters, self.layout.lengths, strict=True)
-        return len({adapter for adapter, rows in owners if rows}) > 1
+        return len(self.owners) > 1
 
     def place_in(self, layer: str, x: Tensor) -> SampleDim | None:
         """Returns where samples lie in a layer's input; None if its flattened rows are in the route's order.

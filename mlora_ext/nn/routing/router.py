@@ -17,34 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...adapters.lora_config import needs_weights
 from ...frozen.weight import FrozenKind, FrozenWeight
 from ...ops.functional import scaling_dtype
 from ...ops.held import Updates
 from ...ops.segments import SegmentLayout
+from .adapter_info import AdapterInfo
 from .in_flight import ForwardsInFlight, attach_token
 from .route import BASE, LayerGroup, Route, RoutedLayer, RouteTensors, Sees, SharedInput, only_used
 from .samples import Places, SampleDim
-from .thread_guard import ThreadGuard, calling_frame, inside_backward, is_running
+from .thread_guard import ThreadGuard, calling_frame, inside_backward, inside_call, is_running
 from .trial_passes import Observer
-
-
-@dataclass(eq=False)
-class AdapterInfo:
-    """What a model knows of an adapter beside its layers.
-
-    Attributes:
-        config: PEFT's, as it was given.
-        seed: of its dropout.
-        start_seed: of its initial values, together with its name and a layer's.
-        awaits_start: whether `mlora_ext.initialise_from_data` (for LoftQ `initialise_from_weights`) must be
-            called before it can be used.
-    """
-
-    config: Any
-    seed: int
-    start_seed: int = 0
-    awaits_start: bool = False
 
 
 @dataclass(eq=False)
@@ -149,8 +131,7 @@ class Router:
 
     def _route(self, names: tuple[str, ...], steps: Sequence[int] | None, **rest: Any) -> Route:
         for name in names:
-            if self.adapters[name].awaits_start:
-                raise ValueError(_awaits(name, self.adapters[name].config))
+            self.adapters[name].check_started(name)
         seeds = tuple(self.adapters[name].seed for name in names)
         if steps is None:
             return Route(names, seeds, (self.step,) * len(names), automatic=True, **rest)
@@ -180,6 +161,7 @@ class Router:
     def _set(self, route: Route | None, in_backward: bool) -> None:
         self.active = route
         self._entered_in_backward = in_backward
+        self.selected.clear()  # an interrupt may have left some
         for fused_projections in self.fused_projections:
             fused_projections.forget()
         for group in self.groups:
@@ -273,9 +255,15 @@ class Router:
         return None
 
     def route_of_reads(self, layer: RoutedLayer) -> Route | None:
-        """Returns the route along which a layer's weight is read; None outside of forward passes."""
+        """Returns the route along which a layer's weight is read; None outside of forward passes.
+
+        In a part of the model that is called by itself it is that of the part's layers. Raises ValueError if
+        several adapters may be meant.
+        """
         if inside_backward() and not self._entered_in_backward:
             return self._recomputed(layer, 1)
+        if self.active is None and inside_call():
+            return self._only_adapter(1)
         return self.active
 
     def _only_adapter(self, samples: int) -> Route:
@@ -376,18 +364,6 @@ class Router:
         while self._calls and self._calls[-1].interrupted():
             self._set(*self._calls.pop().before)
             self.thread_guard.give()
-
-
-def _awaits(name: str, config: Any) -> str:
-    """Returns what must be called before an adapter can be used."""
-    needs, function, argument, key = "the adapter's data", "data", "batches", "start_batches"
-    if needs_weights(config):
-        needs, function, argument, key = "the original weights", "weights", "folder", "start_weights"
-    return (
-        f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} needs {needs}; call "
-        f"mlora_ext.initialise_from_{function}(model, {name!r}, {argument}) first; an Engine takes "
-        f"create_adapter({key}=...)"
-    )
 
 
 def router_of(model: nn.Module) -> Router:

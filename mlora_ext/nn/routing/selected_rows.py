@@ -70,8 +70,16 @@ class SelectedRows:
         try:
             place = route.place_in(self.name, x)
             numbers = _numbers_of_parts(container, x, args[1:], kwargs)
-        except FAILURES:
-            return  # each layer refuses its own input
+        except torch.OutOfMemoryError:
+            raise
+        except FAILURES as error:
+            if route.mixed:
+                return  # each layer refuses its own input
+            raise ValueError(
+                f"layer {self.name}: cannot tell which of its rows its parts get, on which dropout masks "
+                f"depend ({type(error).__name__}: {error}); do not target layers in it, or leave "
+                "lora_dropout out"
+            ) from error
         owners = _Owners(route, x, place)
         routes = {part: [owners.route_of(rows) for rows in calls] for part, calls in numbers.items()}
         router.selected[self.name] = _NextRoute(self.name, routes)

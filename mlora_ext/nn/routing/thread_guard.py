@@ -78,6 +78,14 @@ def is_running(frame: FrameType) -> bool:
     return outer is frame
 
 
+def inside_call() -> bool:
+    """Whether this thread is inside the call of any module."""
+    frame: FrameType | None = None if torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module.__call__.__code__:
+        frame = frame.f_back
+    return frame is not None or torch.compiler.is_compiling()
+
+
 def inside_backward() -> bool:
     """Whether this thread is inside a backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -125,9 +125,11 @@ class TrainedCopies(OverModule):
         return {part: part for part in (*cls.shapes(module, spec), *cls.buffer_shapes(module))}
 
     def own_part(self, adapter: str, name: str) -> Any:
-        """Returns a parameter of an adapter's copy in the base's dtype, or a part of the copy."""
+        """Returns a parameter or part of an adapter's copy, in the base's dtype."""
         part = getattr(self.modules_to_save.of(adapter), name)
-        return part.to(self.frozen.dtype) if isinstance(part, Tensor) else part
+        if self.adapter_dtype == self.frozen.dtype:
+            return part
+        return _in_dtype(part, self.frozen.dtype) if isinstance(part, nn.Module) else self._as_base(part)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Applies the module, or adapters' copies of it.
@@ -200,6 +202,20 @@ def _plain_copy(module: nn.Module) -> nn.Module:
     converted = [part for part in module.modules() if isinstance(part, AdapterLayer)]
     memo: dict[int, Any] = {id(part): copy.deepcopy(part.plain()) for part in converted}
     return copy.deepcopy(module, memo)
+
+
+def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Returns a module with the same parts, whose parameters are those of `module` in another dtype.
+
+    Batch normalisation stays as it is: it takes rows of every dtype, and its buffers must follow its rows.
+    """
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return module
+    parts, own = module._modules.items(), module._parameters.items()
+    view = copy.copy(module)
+    view.__dict__["_modules"] = {key: None if part is None else _in_dtype(part, dtype) for key, part in parts}
+    view.__dict__["_parameters"] = {key: None if p is None else p.to(dtype) for key, p in own}
+    return view
 
 
 def acts_on_samples(module: nn.Module) -> bool:
