@@ -192,8 +192,7 @@ class TaskBuilder:
         `datasets` were submitted together with the adapter. A RunError says what is wrong.
         """
         if adapter.init_from is not None:
-            doubt = check_init_from(adapter, self._base)
-            self.warnings += [doubt] if doubt else []
+            self.warnings += check_init_from(adapter, self._base, self._config.quantization)
         lora = None
         if adapter.init_from is None and self._config.method == "lora":
             try:
