@@ -96,7 +96,8 @@ def check_config(name: str, config: LoraConfig, honoured: str = "") -> None:
         usual = getattr(default, item.name, None)
         # PEFT itself writes None, {}, [] or False for "not given".
         if value != usual and (value or usual):
-            raise ValueError(f"adapter {name!r}: {item.name}={value!r} is not supported")
+            hint = "; lora_bias=True trains a bias with each adapter" if item.name == "bias" else ""
+            raise ValueError(f"adapter {name!r}: {item.name}={value!r} is not supported{hint}")
     check_trained_parts(name, config)
     for field in ("rank_pattern", "alpha_pattern"):
         if not isinstance(getattr(config, field) or {}, dict):

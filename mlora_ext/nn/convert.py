@@ -17,6 +17,7 @@ from .base_dropout import stop_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics, warn_of_whole_batches
 from .idle_targets import warn_of_idle_targets
 from .interop import adapter_interface
+from .interop.quantization_file import warn_of_base
 from .interop.read_folder import load_into, read_adapter
 from .routing.router import Router
 from .trained.targets import warn_of_trained_parts
@@ -119,7 +120,8 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
     """Reads an adapter from a PEFT folder.
 
     If the model has an adapter of this name, it gets the folder's weights and keeps its dropout. Otherwise
-    the adapter is added with the folder's config. A model that is not converted yet is converted.
+    the adapter is added with the folder's config. A model that is not converted yet is converted. A warning
+    says if the folder's `quantization.json` names another kind of base than the model's.
 
     Args:
         model: converted, or any module that `convert_model` takes.
@@ -133,6 +135,7 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
             differs from that of the model's adapter. Also if the folder holds base weights (PEFT stores
             embeddings and heads) that differ from the model's. The model is unchanged then.
     """
+    warn_of_base(model, name, folder)
     if is_converted(model):
         load_into(model, name, folder, seed=seed)
         return

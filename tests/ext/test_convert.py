@@ -232,7 +232,7 @@ def test_base_dropout_is_stopped_with_one_warning() -> None:
 REFUSED = [
     ({"use_dora": True, "use_qalora": True}, "use_qalora=True is not supported"),
     ({"lora_bias": True, "bias": "all"}, "bias='all' is not supported"),
-    ({"bias": "lora_only"}, "bias='lora_only' is not supported"),
+    ({"bias": "lora_only"}, "bias='lora_only' is not supported; lora_bias=True trains"),
     ({"layer_replication": [(0, 1)]}, "layer_replication"),
     ({"target_parameters": ["x.weight"]}, "target_parameters"),
     ({"use_qalora": True}, "use_qalora=True is not supported"),

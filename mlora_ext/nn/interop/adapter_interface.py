@@ -18,6 +18,7 @@ from ..add_remove import add_adapter, remove_adapter
 from ..routing.router import Router, router_of
 from . import trainer_checkpoint
 from .merging import merge_and_unload
+from .quantization_file import warn_of_base
 from .read_folder import load_into
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class AdapterInterface:
                 f"adapter_name: the model already has an adapter {name!r}; pass hotswap=True to overwrite "
                 "its weights with the folder's, or choose another name"
             )
+        warn_of_base(self.model, name, peft_model_id)
         load_into(self.model, name, peft_model_id)
         if swaps:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from ..targets import low_rank, portable_targets
 from .body_names import body_names, renamed_keys
 from .embeddings import resized_embeddings
 from .label_files import LABELS, label_file
+from .quantization_file import QUANTIZATION, quantization_file
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -35,7 +37,8 @@ def save_adapter(
 ) -> None:
     """Writes an adapter as a folder that `PeftModel.from_pretrained` loads.
 
-    Embeddings with another number of rows than in the base's folder are saved with it, with a warning. All
+    Embeddings with another number of rows than in the base's folder are saved with it, with a warning. Over a
+    base that Transformers quantised while it loaded, the folder has `quantization.json`, too. All
     files are first written under a temporary name beside the folder and then renamed. A new folder appears
     whole or not at all. In an existing folder the adapter's files are replaced and other files stay.
 
@@ -188,6 +191,11 @@ def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor
     labels = label_file(router_of(model).adapters[name].config)
     if labels is not None:
         (folder / LABELS).write_text(labels, encoding="utf-8")
+    quantization, lacking = quantization_file(model)
+    if quantization is not None:
+        (folder / QUANTIZATION).write_text(quantization, encoding="utf-8")
+    elif lacking:
+        warnings.warn(f"{lacking}; load the base so yourself", stacklevel=2)
     for file in folder.iterdir():
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
@@ -196,10 +204,10 @@ def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor
 def _move_into(scratch: Path, target: Path) -> None:
     """Renames the finished folder into place; in an existing folder, replaces the files, weights first."""
     if target.exists():
-        labelled = (scratch / LABELS).exists()
-        for name in (WEIGHTS, CONFIG, *([LABELS] if labelled else [])):
+        more = {name: (scratch / name).exists() for name in (LABELS, QUANTIZATION)}
+        for name in (WEIGHTS, CONFIG, *(name for name, there in more.items() if there)):
             os.replace(scratch / name, target / name)
-        for name in (OLD_WEIGHTS, *([] if labelled else [LABELS])):
+        for name in (OLD_WEIGHTS, *(name for name, there in more.items() if not there)):
             (target / name).unlink(missing_ok=True)
     else:
         os.rename(scratch, target)

@@ -52,6 +52,16 @@ OTHERWISE = {
     "warmup_ratio": "did you mean 'warmup_steps'? A number below 1 is a ratio",
 }
 """Hints for keys that mean something else among the training fields."""
+_DTYPE = "write `bf16: true` or `fp16: true` at the top level of the config; without them it is float32"
+_BESIDE_BASE = "is not supported: the files beside base_model count; save it there"
+NOT_OURS = {
+    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
+    "attn_implementation": "attn_implementation is not supported: a run chooses it, for packed samples",
+    "trust_remote_code": "trust_remote_code is not supported: base models are classes of Transformers",
+    "chat_template": f"chat_template {_BESIDE_BASE} as chat_template.jinja",
+    "special_tokens": f"special_tokens {_BESIDE_BASE} with the tokenizer",
+}
+"""Hints for keys of other tools' models and tokenizers."""
 METHODS = {"load_in_4bit": "bnb-nf4", "load_in_8bit": "bnb-int8"}
 """The methods of quantisation that are keys of other tools."""
 
@@ -174,6 +184,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
         return f"unknown key; keys are nested, not joined by dots: {first}: {{{rest}: ...}}"
     if key in OTHERWISE and set(known) >= TRAINING:
         return f"unknown key; {OTHERWISE[key]}"
+    if key in NOT_OURS:
+        return f"unknown key; {NOT_OURS[key]}"
     if key in METHODS:
         return f"unknown key; write `quantization: {{method: {METHODS[key]}}}` at the top level of the config"
     for home, keys in HOMES.items():

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_valida
 from mlora.config.aliases import VALUES, nearest
 from mlora.config.best_rule import BestRule, best_rule, check_evaluation, unknown_metric
 from mlora.config.full_method import full_faults
+from mlora.config.inherited import inherited
 from mlora.config.lora_fields import LoraBlock
 from mlora.config.offload_config import Method, OffloadConfig, not_served
 from mlora.config.quantization_config import QuantizationConfig, quantization_faults
@@ -262,7 +263,9 @@ class RunConfig(Strict):
         filled = dict(data)
         if isinstance(adapters, list):
             owns = [_plain(own) for own in adapters]
-            filled["adapters"] = [{**known, **own} if isinstance(own, dict) else own for own in owns]
+            filled["adapters"] = [
+                {**inherited(known, own), **own} if isinstance(own, dict) else own for own in owns
+            ]
         if isinstance(sweep, dict):
             filled.setdefault("adapters", [])
         return filled

@@ -17,6 +17,7 @@ from mlora.config.best_rule import (
     metric_key,
     unknown_metric,
 )
+from mlora.config.inherited import inherited
 from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
 from mlora.config.sections import OF_TASKS
 from mlora.config.strict import Strict, resolve_path, wrong_key
@@ -112,6 +113,11 @@ class SweepConfig(Strict):
         chosen = leaf.values.values() if isinstance(leaf, Choice) else []
         return [str(path) for path in (self.adapter.get("init_from"), *chosen) if path]
 
+    def over(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of `defaults`, over them those of all trials, over these what is searched."""
+        own = {**self.adapter, **self.search}
+        return {**inherited(defaults, own), **own}
+
     def trial_name(self, number: int) -> str:
         """Returns the adapter name of trial `number`, counted from 0; names sort as numbers do."""
         return f"trial-{number:0{len(str(self.count - 1))}d}"
@@ -133,7 +139,7 @@ class SweepConfig(Strict):
         `defaults` are fields that ``adapter`` leaves out.
         """
         kwargs = dict(self.pruner_kwargs)
-        given = {**defaults, **self.adapter, **self.search}
+        given = self.over(defaults)
         every, most = given.get("eval_steps"), given.get("max_steps")
         if type(every) is float and every < 1 and type(most) is int and most > 0:
             every = math.ceil(every * most)
@@ -153,7 +159,7 @@ class SweepConfig(Strict):
 
         Its locations start at the run's config.
         """
-        given = {**defaults, **self.adapter, **self.search}
+        given = self.over(defaults)
         if given.get("eval_dataset") is None:
             raise wrong_key("sweep.adapter.eval_dataset", "is missing; trials are ranked by it")
         if self.metric == "eval_exact_match" and given.get("eval_exact_match") is not True:

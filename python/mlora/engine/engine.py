@@ -49,6 +49,7 @@ from mlora.pipeline.trace import Entry
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
 from mlora_ext.frozen.base_gemm import base_gemm_of
 from mlora_ext.nn.adapter_weights import neutral_names
+from mlora_ext.nn.interop.quantization_file import warn_of_base
 from mlora_ext.nn.interop.read_folder import adapter_weights, read_config
 from mlora_ext.nn.routing.router import router_of
 
@@ -650,6 +651,8 @@ class Engine(Batcher):
     def load(self, name: str, folder: str | os.PathLike[str], optim: OptimConfig) -> None:
         """Creates an adapter from a PEFT folder: its config and weights, with a fresh optimizer.
 
+        Warns if the folder's `quantization.json` names another kind of base.
+
         Args:
             name: of the adapter.
             folder: the PEFT folder.
@@ -658,6 +661,7 @@ class Engine(Batcher):
         Raises:
             ValueError: as `create_adapter`.
         """
+        warn_of_base(self.registry, name, folder)
         self.create_adapter(name, None, optim, init_from=folder)
 
     def trace(self) -> tuple[list[Any], list[Entry]]:

@@ -16,7 +16,7 @@ from mlora.model.labels import add_labels, check_labels
 from mlora.model.task_heads import check_heads, prepare_head
 from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of
 from mlora_ext.nn.add_remove import put_on
-from mlora_ext.nn.interop.read_folder import read_config
+from mlora_ext.nn.interop.read_folder import load_into, read_config
 from mlora_ext.nn.trained.targets import warn_of_trained_parts
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def put_adapter(
         check_heads(model, name)
     if init_from is not None:
         try:
-            mlora_ext.load_adapter(model, name, init_from, seed=seed)
+            load_into(model, name, init_from, seed=seed)
             if lora is None:
                 check_heads(model, name)
         except ValueError:

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 from mlora.config.quantization_config import QuantizationConfig
 from mlora.durable import sync_path
 from mlora.errors import first_fault, first_line
-
-QUANTIZATION = "quantization.json"
+from mlora_ext.nn.interop.quantization_file import QUANTIZATION
 
 
 def write_quantization(folder: str | os.PathLike[str], chosen: QuantizationConfig | None) -> None:

@@ -24,7 +24,8 @@ class LossError(RuntimeError):
 class FailuresOfLoss:
     """Raises whatever an objective raises as a LossError that names it.
 
-    A loss of one's own may raise anything. Errors of memory pass as they are: they concern the whole run.
+    A loss of one's own may raise anything, or call `sys.exit`. Errors of memory pass as they are: they
+    concern the whole run.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -36,7 +37,9 @@ class FailuresOfLoss:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or isinstance(error, LossError) or is_out_of_memory(error):
+        # exactly SystemExit: a signal's handler raises a class of its own
+        own = isinstance(error, Exception) or type(error) is SystemExit
+        if error is None or not own or isinstance(error, LossError) or is_out_of_memory(error):
             return
         reason = f"{type(error).__name__}: {first_line(error)}{_where(error, self._place)}"
         raise LossError(f"objective: {self._name} failed: {reason}") from error

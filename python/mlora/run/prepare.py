@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 
 from mlora.cluster.device import choose_device, dtype_of, set_allocators
 from mlora.config.faults import path_of
+from mlora.config.inherited import inherited
 from mlora.config.offload_config import not_served
 from mlora.config.quantization_config import quantization_faults
 from mlora.config.run_config import AdapterConfig, RunConfig
@@ -161,7 +162,7 @@ def _some_trials(config: RunConfig, builder: TaskBuilder, device: torch.device) 
     found, faults = [], []
     for fields in config.sweep.samples() if config.sweep else []:
         try:
-            adapter = AdapterConfig.model_validate(config.defaults.model_dump() | fields)
+            adapter = AdapterConfig.model_validate(inherited(config.defaults.model_dump(), fields) | fields)
             check_loss(adapter.objective)
             found.append(builder.build(adapter))
         except RunError as error:

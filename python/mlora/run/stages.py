@@ -66,6 +66,10 @@ class Member:
     met: bool = False
 
 
+class ToldToEnd(SystemExit):
+    """A signal ends this process."""
+
+
 def check_replicas(config: RunConfig, member: Member | None) -> None:
     """Refuses replicas where no launcher has started processes for them."""
     if config.pipeline.replicas > 1 and member is None:
@@ -135,7 +139,7 @@ def _tell_in_peace() -> None:
 def _end(number: int, frame: FrameType | None) -> None:
     if is_importing(frame):
         os._exit(128 + number)
-    raise SystemExit(128 + number)
+    raise ToldToEnd(128 + number)
 
 
 def _check_size(size: int, config: RunConfig) -> None:

@@ -57,7 +57,7 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
         reporter.warn(f"output_dir: {folder.path} is not empty; a new run will ask for --overwrite")
     places, metric = (config.at_once, config.sweep.metric) if config.sweep else (None, "")
     if config.sweep is not None:
-        sweep_of(config)
+        sweep_of(config, warn=reporter.warn)
         config = RunConfig.model_validate(config.with_samples())
     cpu = torch.device("cpu")
     before = used_memory(cpu)

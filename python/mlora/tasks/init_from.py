@@ -8,19 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.config.lora_fields import build_lora
 from mlora.errors import RunError, first_line
+from mlora.model.quantization_file import read_quantization
+from mlora_ext.nn.interop.quantization_file import PLAIN, doubt_of, method_of
 
 if TYPE_CHECKING:
+    from mlora.config.quantization_config import QuantizationConfig
     from mlora.config.run_config import AdapterConfig
     from mlora.model.base_info import BaseInfo
 
 TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 
 
-def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> str | None:
+def check_init_from(
+    adapter: AdapterConfig, base: BaseInfo, quantization: QuantizationConfig | None
+) -> list[str]:
     """Checks that ``init_from`` is a PEFT LoRA folder and that a ``lora`` block beside it agrees with it.
 
     Targets are compared as the modules that they reach in the base model, so ``all-linear`` agrees with the
-    list of names that PEFT saves for it. Returns a warning if the folder names another base model, or None.
+    list of names that PEFT saves for it. `quantization`: how the run quantises a plain base. Returns warnings
+    if the folder names another base model, or one that was quantised in another way.
     """
     folder = Path(str(adapter.init_from))
     if not folder.is_dir():
@@ -45,12 +51,15 @@ def check_init_from(adapter: AdapterConfig, base: BaseInfo) -> str | None:
     if any(value != saved.get(key) for key, value in given.items()) and base.targets(given) != _tuned(folder):
         key = "target_modules" if "target_modules" in given else next(iter(given))
         _disagree(key, given[key], saved.get(key), f" ({folder} was trained on {named})" if other else "")
-    if not other:
-        return None
-    return (
-        f"{adapter.name}: init_from: {folder} was trained on {named}, "
-        f"but this run's base_model is {base.name}"
-    )
+    doubts = [f"{folder} was trained on {named}, but this run's base_model is {base.name}"] if other else []
+    method = quantization.method if quantization else method_of(base.quantization or {"quant_method": PLAIN})
+    try:
+        read_quantization(folder)
+        doubt = doubt_of(folder, method)
+    except ValueError as error:
+        raise RunError(f"init_from: {first_line(error)}") from error
+    doubts += [doubt] if doubt else []
+    return [f"{adapter.name}: init_from: {each}" for each in doubts]
 
 
 def _same_base(one: str, other: str) -> bool:

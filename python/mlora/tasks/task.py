@@ -24,7 +24,7 @@ from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import ObjectiveError
-from mlora.objectives.registry import check_unchanged, objective_of, style_of
+from mlora.objectives.registry import check_unchanged, objective_of, reference_of, style_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.tasks.classifiers import label_rules, needs_no_tokenizer
 from mlora.tasks.init_from import check_init_from
@@ -192,8 +192,7 @@ class TaskBuilder:
         `datasets` were submitted together with the adapter. A RunError says what is wrong.
         """
         if adapter.init_from is not None:
-            doubt = check_init_from(adapter, self._base)
-            self.warnings += [doubt] if doubt else []
+            self.warnings += check_init_from(adapter, self._base, self._config.quantization)
         lora = None
         if adapter.init_from is None and self._config.method == "lora":
             try:
@@ -223,6 +222,11 @@ class TaskBuilder:
             self.warnings.append(
                 f"{adapter.name}: warmup_steps is {optim.warmup_steps}, but training ends at step {total}; "
                 f"the learning rate does not reach {optim.learning_rate:g}"
+            )
+        if read is not None and read.lora_dropout and reference_of(adapter.objective) is not None:
+            self.warnings.append(
+                f"{adapter.name}: lora_dropout is {read.lora_dropout:g}, and the reference has no dropout, "
+                "so rewards are noisy; TRL sets it to 0"
             )
         return Task(adapter, plan.seed, data, eval_data, plan, total, lora, optim)
 

@@ -260,6 +260,16 @@ def test_initialisations_are_known_in_any_case(tmp_path: Path, value: str) -> No
         ("adapters.a.beta", "it belongs in objective: {name: dpo, beta: 1} (also cpo, simpo, orpo, kto)"),
         ("defaults.desirable_weight", "it belongs in objective: {name: kto, desirable_weight: 1}"),
         ("simpo_gamma", "it belongs in objective: {name: cpo, simpo_gamma: 1} (also simpo)"),
+        ("dtype", "unknown key; write `bf16: true` or `fp16: true` at the top level of the config"),
+        ("torch_dtype", "unknown key; write `bf16: true` or `fp16: true` at the top level"),
+        ("defaults.dtype", "unknown key; write `bf16: true` or `fp16: true` at the top level"),
+        ("attn_implementation", "attn_implementation is not supported: a run chooses it"),
+        ("trust_remote_code", "trust_remote_code is not supported: base models are"),
+        (
+            "chat_template",
+            "chat_template is not supported: the files beside base_model count",
+        ),
+        ("special_tokens", "special_tokens is not supported: the files beside base_model"),
         ("save", "unknown key; known keys: base_model, output_dir,"),
     ],
 )

@@ -37,6 +37,18 @@ def test_adapters_take_defaults_and_override_them(tmp_path: Path, base: dict) ->
     assert config.adapters[0].weight_decay == 0.0
 
 
+def test_an_adapters_epochs_win_over_steps_of_the_defaults(tmp_path: Path, base: dict) -> None:
+    """In one place max_steps wins, as in TrainingArguments."""
+    base["adapters"][0]["num_train_epochs"] = 2
+    base["adapters"][1] |= {"num_train_epochs": 2, "max_steps": 7}
+    config = resolve_config(base, folder=tmp_path)
+    assert [(a.max_steps, a.num_train_epochs) for a in config.adapters] == [(-1, 2.0), (7, 2.0)]
+    assert resolve_config(config.model_dump(), folder=tmp_path) == config
+    base["defaults"]["num_train_epochs"] = 4
+    del base["adapters"][0]["num_train_epochs"]
+    assert resolve_config(base, folder=tmp_path).adapters[0].max_steps == 10
+
+
 def test_paths_resolve_against_the_folder_of_the_file(tmp_path: Path, base: dict) -> None:
     config = load_config(write(tmp_path, base))
     assert config.base_model == str(tmp_path / "model")

@@ -297,3 +297,5 @@ def test_steps_that_a_pruner_cannot_know(pruner: str, adapter: dict[str, Any], k
     given = SweepConfig.model_validate(fields | {"pruner_kwargs": {key: 7}})
     assert given.pruner_arguments({"max_steps": -1})[key] == 7
     assert sweep.pruner_arguments({"max_steps": 50})["min_resource"] == 5
+    epochs = given.model_copy(update={"adapter": {**given.adapter, "num_train_epochs": 2}})
+    assert epochs.over({"max_steps": 50}) == {**epochs.adapter, **epochs.search}

@@ -138,6 +138,24 @@ def test_one_that_fails_stops_its_own_adapter(
     assert together[0] == together[1]  # with loss and gradient of the batch in which it failed
 
 
+@pytest.mark.parametrize(("calls", "state"), [(0, "refused"), (2, "stopped")])
+def test_one_that_ends_python_stops_its_own_adapter(
+    tiny_base: Path, tmp_path: Path, calls: int, state: str
+) -> None:
+    name = f"exits_after_{calls}"
+    (tmp_path / f"{name}.py").write_text(
+        f"import sys\nleft = [None] * {calls}\ndef loss(rows):\n    left.pop() if left else sys.exit(3)\n"
+        "    return -rows.sums()\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"objective": f"{name}:loss", "eval_dataset": None, "eval_steps": None}
+    result = mlora.train(resolve_config(data, folder=tmp_path))
+    first = result.adapters["first"]
+    said = f"objective: loss failed: SystemExit: 3, in {tmp_path / name}.py:4"
+    assert (first.state, first.message) == (state, said)
+    assert result.adapters["second"].state == "finished"
+
+
 class OfShape(Objective):
     def loss(self, log_p: Tensor, lengths: Sequence[int]) -> LossOfOwner:
         return LossOfOwner(-log_p.sum().reshape(1))

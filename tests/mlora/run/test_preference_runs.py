@@ -17,8 +17,13 @@ from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.files.run_folder import read_metrics
 from mlora.run.reporter import PlainLines
+from mlora.run.validation import validate
+from peft import LoraConfig
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
+import mlora_ext as mx
+from tests.mlora.limited_runs import Watching
 from tests.mlora.seam_runs import train_and_resume
 from tests.mlora.tiny_run import run_data, write_jsonl
 
@@ -55,6 +60,23 @@ def preference_data(base: Path, folder: Path, stages: int = 1, **changes: Any) -
         second,
     ]
     return data | changes
+
+
+def test_dropout_beside_a_reference_is_warned_of(tiny_base: Path, tmp_path: Path) -> None:
+    """The reference has none; orpo and cross-entropy compare with nobody."""
+    data = preference_data(tiny_base, tmp_path)
+    own = {"objective": {"name": "dpo", "reference": "init_from"}, "lora": None, "name": "goes-on"}
+    first = data["adapters"][0]
+    first["lora"] = {"r": 4, "target_modules": ["q_proj"]}
+    validate(resolve_config(data, folder=tmp_path), told := Watching())
+    said = "lora_dropout is 0.2, and the reference has no dropout, so rewards are noisy; TRL sets it to 0"
+    assert [line for line in told.lines if "dropout" in line] == [f"kto: {said}"]
+    config = LoraConfig(r=2, lora_dropout=0.2, target_modules=["q_proj"])
+    model = mx.convert_model(AutoModelForCausalLM.from_pretrained(tiny_base), {"a": config})
+    mx.save_adapter(model, "a", tmp_path / "a")
+    data["adapters"] = [first | own | {"init_from": str(tmp_path / "a")}]
+    validate(resolve_config(data, folder=tmp_path), told := Watching())
+    assert [line for line in told.lines if "dropout" in line] == [f"goes-on: {said}"]
 
 
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.nightly), 2])

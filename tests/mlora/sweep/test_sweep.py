@@ -17,6 +17,7 @@ from mlora.config.config_file import load_config, resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
 from mlora.run.run import resume, train
+from mlora.run.validation import validate
 from stage_runs import by_adapter, tensors
 from sweep_runs import Crowd, sweep, table
 from tiny_run import write_jsonl, write_run
@@ -79,6 +80,20 @@ def test_a_pruned_trial_frees_its_place_at_the_next_iteration(data: dict[str, An
         assert not (tmp_path / "run" / "adapters" / name).exists()
 
 
+@pytest.mark.parametrize("searched", [False, True])
+def test_epochs_of_trials_win_over_steps_of_the_defaults(
+    data: dict[str, Any], tmp_path: Path, searched: bool
+) -> None:
+    data["sweep"] |= {"trials": 1, "search": {"learning_rate": {"choice": [1e-3]}}}
+    if searched:
+        data["sweep"]["search"] = {"num_train_epochs": {"choice": [1.0]}}
+    else:
+        data["sweep"]["adapter"]["num_train_epochs"] = 1.0
+    data["defaults"]["max_steps"] = 2
+    sweep(data, tmp_path)
+    assert int(table(tmp_path / "run")[0]["step"]) > 2
+
+
 def test_what_is_wrong_with_all_trials_is_told_once_before_the_sweep(
     data: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -123,8 +138,10 @@ def test_metrics_of_an_objective_rank_trials(
     data["sweep"]["adapter"] |= {"dataset": "pairs", "eval_dataset": "pairs", "objective": "dpo"}
     data["sweep"]["search"] = {"objective": {"beta": {"low": 0.1, "high": 5.0}}}
     data["defaults"] |= {"max_steps": 2}
+    validate(resolve_config(data, folder=tmp_path), before := Watching())
     result = sweep(data, tmp_path, reporter=(told := Watching()))
-    assert any("objectives cannot be compared" in line for line in told.lines) is (metric == "eval_loss")
+    for lines in (before.lines, told.lines):
+        assert any("objectives cannot be compared" in line for line in lines) is (metric == "eval_loss")
     rows, key = table(tmp_path / "run"), f"eval_{metric.removeprefix('eval_')}"
     values = [float(row[key]) for row in rows]
     assert len(set(values)) == 3
