@@ -17,6 +17,7 @@ from mlora.config.best_rule import (
     metric_key,
     unknown_metric,
 )
+from mlora.config.defaults import with_defaults
 from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
 from mlora.config.sections import OF_TASKS
 from mlora.config.strict import Strict, resolve_path, wrong_key
@@ -133,7 +134,7 @@ class SweepConfig(Strict):
         `defaults` are fields that ``adapter`` leaves out.
         """
         kwargs = dict(self.pruner_kwargs)
-        given = {**defaults, **self.adapter, **self.search}
+        given = with_defaults(defaults, {**self.adapter, **self.search})
         every, most = given.get("eval_steps"), given.get("max_steps")
         if type(every) is float and every < 1 and type(most) is int and most > 0:
             every = math.ceil(every * most)

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from mlora.cluster.device import choose_device, dtype_of, set_allocators
+from mlora.config.defaults import with_defaults
 from mlora.config.faults import path_of
 from mlora.config.offload_config import not_served
 from mlora.config.quantization_config import quantization_faults
@@ -161,7 +162,7 @@ def _some_trials(config: RunConfig, builder: TaskBuilder, device: torch.device) 
     found, faults = [], []
     for fields in config.sweep.samples() if config.sweep else []:
         try:
-            adapter = AdapterConfig.model_validate(config.defaults.model_dump() | fields)
+            adapter = AdapterConfig.model_validate(with_defaults(config.defaults.model_dump(), fields))
             check_loss(adapter.objective)
             found.append(builder.build(adapter))
         except RunError as error:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from mlora.config.defaults import with_defaults
 from mlora.config.run_config import RunConfig
 from mlora.config.search_space import with_params
 from mlora.sweep.proposal import Proposal
@@ -25,7 +26,7 @@ class Sweep:
     def __init__(self, config: RunConfig) -> None:
         assert config.sweep is not None
         self._sweep, self._seed, self._count = config.sweep, config.seed, config.sweep.count
-        self._fields = {**config.defaults.model_dump(), **config.sweep.adapter}
+        self._fields = with_defaults(config.defaults.model_dump(), config.sweep.adapter, config.sweep.search)
         if self._fields["seed"] is None:
             self._fields["seed"] = config.seed
         self._pruning = config.sweep.pruner_arguments(config.defaults.model_dump())
