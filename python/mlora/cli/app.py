@@ -176,7 +176,8 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
             places = f"{config.sweep.count} trials, {config.at_once} at once"
             print(f"{run}: a sweep of {places}; {len(table.tasks)} sample trials are ready to train")
         else:
-            print(f"{run}: {len(table.tasks)} adapters are ready to train")
+            ready = "1 adapter is" if len(table.tasks) == 1 else f"{len(table.tasks)} adapters are"
+            print(f"{run}: {ready} ready to train")
 
 
 app.command()(status)

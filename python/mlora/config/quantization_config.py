@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mlora.config.strict import Location, Strict, wrong_keys
+from mlora.config.strict import Location, Strict, wrong_key, wrong_keys
 from mlora.errors import unknown_value
 
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -18,6 +18,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "torchao-float8": (),
 }
 """The options of each method."""
+
+
+METHODS = {"load_in_4bit": "bnb-nf4", "load_in_8bit": "bnb-int8"}
+"""The methods that are keys of other tools."""
 
 
 class QuantizationConfig(Strict):
@@ -32,6 +36,14 @@ class QuantizationConfig(Strict):
     double_quant: bool = False
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     group_size: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_other_tool(cls, value: Any) -> Any:
+        for key in value if isinstance(value, dict) and "method" not in value else ():
+            if key in METHODS:
+                raise wrong_key(key, f"unknown key; write `method: {METHODS[key]}` in its place")
+        return value
 
     @field_validator("method")
     @classmethod
