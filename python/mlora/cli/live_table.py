@@ -190,5 +190,5 @@ class LiveTable(Reporter):
             f"{evaluations[-1]['eval_loss']:.4f}" if evaluations else "",
             _accuracy(progress),
             "" if speed is None else f"{speed:.0f}",
-            self._pace.left(task) if state == "running" else "",
+            self._pace.left(task, self._tasks) if state == "running" else "",
         ]

@@ -156,6 +156,11 @@ def metrics_of(spec: Any) -> Sequence[str] | None:
     return None if ":" in name else _entry(name).metrics
 
 
+def built_in_metrics() -> set[str]:
+    """Returns the names of all metrics that objectives report whose metrics are known."""
+    return {name for entry in _OBJECTIVES.values() for name in entry.metrics or ()}
+
+
 def name_of(spec: Any) -> str:
     """Returns an objective's name."""
     return _split(spec)[0]
