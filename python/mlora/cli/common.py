@@ -52,11 +52,14 @@ def errors_as_lines() -> Iterator[None]:
 
 
 def quantizes(config: RunConfig) -> bool:
-    """Whether a run's base is quantised: as the config asks, or in its files, if they are in a folder."""
-    file = Path(config.base_folder) / "config.json"
-    return config.quantization is not None or (
-        file.is_file() and "quantization_config" in file.read_text(errors="replace")
-    )
+    """Whether a run's base is quantised: as the config asks, or in its files."""
+    return config.quantization is not None or quantized_files(config.base_folder)
+
+
+def quantized_files(base: Path | str) -> bool:
+    """Whether a base model's files say that it is quantised; False for one that is not in a folder."""
+    file = Path(base) / "config.json"
+    return file.is_file() and "quantization_config" in file.read_text(errors="replace")
 
 
 def begin(*, quantized: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlora.cli.common import begin, command
+from mlora.cli.common import begin, command, quantized_files
 from mlora.errors import RunError, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def generate(
     with command():
         texts = read_prompts(prompt or [], prompts)
         named, folders, quantization = find_adapters(source)
-        begin(quantized=quantization is not None)
+        begin(quantized=quantization is not None or quantized_files(base_model or named))
         import torch
 
         from mlora.model.base_info import BaseInfo
