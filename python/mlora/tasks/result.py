@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mlora.objectives.registry import built_in_metrics
-
 if TYPE_CHECKING:
     from mlora.tasks.task import Task
 
@@ -127,8 +125,10 @@ def columns_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
     Other metrics of built-in objectives are in ``metrics.jsonl`` only.
     """
-    given = list(names)
-    own = {name: (name, ".4g") for name in given if name not in SHOWN and name not in built_in_metrics()}
+    from mlora.objectives.registry import built_in_metrics  # imports pydantic, which `--version` needs not
+
+    given, built_in = list(names), built_in_metrics()
+    own = {name: (name, ".4g") for name in given if name not in SHOWN and name not in built_in}
     return {name: column for name, column in SHOWN.items() if name in given} | own
 
 
