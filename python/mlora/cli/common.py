@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,8 +58,9 @@ def quantizes(config: RunConfig) -> bool:
 
 def quantized_files(base: Path | str) -> bool:
     """Whether a base model's files say that it is quantised; False for one that is not in a folder."""
-    file = Path(base) / "config.json"
-    return file.is_file() and "quantization_config" in file.read_text(errors="replace")
+    with suppress(OSError):
+        return "quantization_config" in (Path(base) / "config.json").read_text(errors="replace")
+    return False
 
 
 def begin(*, quantized: bool) -> None:
