@@ -75,4 +75,6 @@ def first_fault(error: ValidationError) -> str:
     """Returns the first fault that pydantic found, for example ``tasks.a.step: is missing``."""
     fault = error.errors()[0]
     message = "is missing" if fault["type"] == "missing" else fault["msg"]
+    if fault["type"] == "value_error":
+        message = str(fault["ctx"]["error"])
     return ": ".join(part for part in (".".join(map(str, fault["loc"])), message) if part)

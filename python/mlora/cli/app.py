@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from mlora.cli.common import RunDir, begin, command, reporter, run_here, start_stages
+from mlora.cli.common import RunDir, begin, command, quantizes, reporter, run_here, start_stages
 from mlora.cli.generate import generate
 from mlora.cli.queue import CHANGES, change_tasks, status, submit
 from mlora.cli.simulate import simulate
@@ -108,7 +108,7 @@ def start(
             raise RunError(f"{run}: {what}; start it with `mlora {'sweep' if config.sweep else 'train'}`")
         flags = [*(["--overwrite"] if overwrite else []), *(["--trace"] if trace else [])]
         start_stages(config, [name, str(run), *with_set(settings), *flags], overwrite=overwrite)
-        begin()
+        begin(quantized=quantizes(config))
         from mlora.run.run import train
 
         run_here(
@@ -130,7 +130,7 @@ def resume(run_dir: RunDir, set_: Overrides = None) -> None:
         settings, folder = set_ or [], RunFolder(run_dir.resolve())
         config = resumed_config(folder, settings)  # reports a fault before torch is loaded
         start_stages(config, ["resume", str(run_dir), *with_set(settings)])
-        begin()
+        begin(quantized=quantizes(config))
         from mlora.run.run import resume
 
         run_here(
@@ -149,7 +149,7 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
         from mlora.config.config_file import load_config
 
         config = load_config(run, set_ or [])
-        begin()
+        begin(quantized=quantizes(config))
         from mlora.run.reporter import PlainLines
         from mlora.run.validation import validate
 
@@ -176,7 +176,8 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
             places = f"{config.sweep.count} trials, {config.at_once} at once"
             print(f"{run}: a sweep of {places}; {len(table.tasks)} sample trials are ready to train")
         else:
-            print(f"{run}: {len(table.tasks)} adapters are ready to train")
+            ready = "1 adapter is" if len(table.tasks) == 1 else f"{len(table.tasks)} adapters are"
+            print(f"{run}: {ready} ready to train")
 
 
 app.command()(status)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlora.cli.output import guarded_output
+from mlora.cli.quiet_imports import silence_notices
 from mlora.cli.tables import print_lines, print_rows, result_table
 from mlora.cluster.imports import no_collection
 from mlora.errors import RunError
@@ -50,8 +51,25 @@ def errors_as_lines() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def begin() -> None:
-    """Loads the operators, and silences the progress bars and notices of Transformers and the hub."""
+def quantizes(config: RunConfig) -> bool:
+    """Whether a run's base is quantised: as the config asks, or in its files."""
+    return config.quantization is not None or quantized_files(config.base_folder)
+
+
+def quantized_files(base: Path | str) -> bool:
+    """Whether a base model's files say that it is quantised; False for one that is not in a folder."""
+    with suppress(OSError):
+        return "quantization_config" in (Path(base) / "config.json").read_text(errors="replace")
+    return False
+
+
+def begin(*, quantized: bool) -> None:
+    """Loads the operators, and silences the progress bars and notices of Transformers and the hub.
+
+    Unless the base is `quantized`, notices of the libraries for that are silenced, too.
+    """
+    if not quantized:
+        silence_notices()
     with no_collection():
         from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging

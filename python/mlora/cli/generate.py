@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mlora.cli.common import begin, command
+from mlora.cli.common import begin, command, quantized_files
 from mlora.errors import RunError, first_line, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -67,14 +67,15 @@ def generate(
 ) -> None:
     """Complete each prompt with each adapter, all in one batch. A classifier predicts its label."""
     with command():
-        begin()
+        texts = read_prompts(prompt or [], prompts)
+        named, folders, quantization = find_adapters(source)
+        begin(quantized=quantization is not None or quantized_files(base_model or named))
         import torch
 
         from mlora.model.base_info import BaseInfo
         from mlora.model.generation import sampling
 
-        texts, draw = read_prompts(prompt or [], prompts), sampling(temperature, top_p, top_k)
-        named, folders, quantization = find_adapters(source)
+        draw = sampling(temperature, top_p, top_k)
         chosen = _chosen(source, list(folders), adapter or [])
         if not (base_model or named):
             raise RunError(f"{source}: names no base model; give it with --base-model")

@@ -176,7 +176,8 @@ class LiveTable(Reporter):
         )
         speeds = [self._pace.tokens_per_second(name) or 0.0 for name, s in states.items() if s == "running"]
         hidden = f", {len(states) - shown} not shown" if shown < len(states) else ""
-        return f"{len(states)} adapters: {told}{hidden}; {made} of {steps} steps, {sum(speeds):.0f} tokens/s"
+        adapters = "1 adapter" if len(states) == 1 else f"{len(states)} adapters"
+        return f"{adapters}: {told}{hidden}; {made} of {steps} steps, {sum(speeds):.0f} tokens/s"
 
     def _cells(self, task: Task, state: str) -> list[str]:
         """Returns a row without its name."""
@@ -189,5 +190,5 @@ class LiveTable(Reporter):
             f"{evaluations[-1]['eval_loss']:.4f}" if evaluations else "",
             _accuracy(progress),
             "" if speed is None else f"{speed:.0f}",
-            self._pace.left(task) if state == "running" else "",
+            self._pace.left(task, self._tasks) if state == "running" else "",
         ]

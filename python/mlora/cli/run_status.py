@@ -17,7 +17,7 @@ from mlora.files.run_folder import RunFolder, is_running, read_metrics
 from mlora.queue.requests import ENDED, KnownTask, known_tasks
 from mlora.queue.task_queue import TaskQueue
 from mlora.sweep.ranking import SweepProgress, sweep_progress
-from mlora.tasks.result import AdapterResult
+from mlora.tasks.result import AdapterResult, evaluated_metrics, shown_metrics
 
 MIB = 2**20
 STEP_KEYS = (
@@ -88,6 +88,7 @@ class RunStatus:
         more = {
             "asked for": [", ".join(task.asked) for task in tasks],
             "latest eval loss": [_latest(self.adapters[task.name]) for task in tasks],
+            **_latest_metrics([self.adapters[task.name] for task in tasks]),
             "priority": [str(task.priority) if ranked else "" for task in tasks],
             "states": [_size(task, "states_bytes") for task in tasks],
             "micro-batch": [_size(task, "batch_bytes") for task in tasks],
@@ -161,15 +162,36 @@ def _size(task: KnownTask, key: str) -> str:
 
 def _latest(entry: dict[str, Any]) -> str:
     """Returns the latest evaluation of a task that has not ended; the one of step 0 has its own column."""
-    found = entry.get("latest_eval")
-    if not found or not found["step"] or entry["state"] in ENDED:
-        return ""
-    return f"{found['eval_loss']:.4f}, step {found['step']}"
+    found = _latest_eval(entry)
+    return f"{found['eval_loss']:.4f}, step {found['step']}" if found else ""
+
+
+def _latest_eval(entry: dict[str, Any]) -> dict[str, Any]:
+    found = entry.get("latest_eval") or {}
+    return found if found.get("step") and entry["state"] not in ENDED else {}
+
+
+def _latest_metrics(entries: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Returns a column for each metric that the latest evaluations measured, by title."""
+    rows = [_latest_eval(entry) for entry in entries]
+    cells = [shown_metrics(evaluated_metrics(row)) for row in rows]
+    for row, own in zip(rows, cells, strict=True):
+        if "eval_exact_match" in row:
+            own["exact match"] = f"{row['eval_exact_match']:.1%}"
+    titles = dict.fromkeys(title for own in cells for title in own)
+    return {f"latest eval {title}": [own.get(title, "") for own in cells] for title in titles}
 
 
 def _without_after(entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns a task that has not ended without its loss "after", which has its own column."""
-    return {**entry, "eval_loss": {**entry["eval_loss"], "after": None}}
+    """Returns a task that has not ended without values "after", which have columns of their own."""
+    pairs = ("eval_loss", "eval_accuracy", "eval_exact_match")
+    return {
+        **entry,
+        **{key: {**entry[key], "after": None} for key in pairs if key in entry},
+        "eval_metrics": {
+            name: {**pair, "after": None} for name, pair in entry.get("eval_metrics", {}).items()
+        },
+    }
 
 
 def _no_result(task: KnownTask) -> dict[str, Any]:

@@ -6,7 +6,10 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mlora.tasks.result import SHOWN
+from mlora.tasks.result import columns_of
+
+Columns = Mapping[str, tuple[str, str]]
+"""Title and form of metrics, by name."""
 
 
 def print_lines(lines: Iterable[str]) -> None:
@@ -36,9 +39,10 @@ def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | No
 
     `summary` is the content of ``summary.json``. `more` holds further columns: title and a cell per adapter.
     """
-    titles = ["adapter", "state", "step", "loss", *(title for title, _ in SHOWN.values())]
+    columns = _columns(summary["adapters"].values())
+    titles = ["adapter", "state", "step", "loss", *(title for title, _ in columns.values())]
     titles += ["eval loss before", "after", "exact match before", "after"]
-    titles += [text for title, _ in SHOWN.values() for text in (f"eval {title} before", "after")]
+    titles += [text for title, _ in columns.values() for text in (f"eval {title} before", "after")]
     rows = [[*titles, "best step"]]
     for name, entry in summary["adapters"].items():
         loss, exact = entry["eval_loss"], entry["eval_exact_match"]
@@ -50,12 +54,12 @@ def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | No
                 "unfinished" if waits else entry["state"],
                 f"{entry['step']}{total}",
                 _number(entry["loss"], ".4f"),
-                *_last_metrics(entry),
+                *_last_metrics(entry, columns),
                 _number(loss.get("before"), ".4f"),
                 _number(loss.get("after"), ".4f"),
                 _number(exact.get("before"), ".1%"),
                 _number(exact.get("after"), ".1%"),
-                *_evaluated_metrics(entry),
+                *_evaluated_metrics(entry, columns),
                 _best(entry),
             ]
         )
@@ -64,6 +68,14 @@ def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | No
             row.append(cell)
     used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
     return [[row[column] for column in used] for row in rows]
+
+
+def _columns(entries: Iterable[Mapping[str, Any]]) -> Columns:
+    """Returns the metrics that a table of these adapters shows."""
+    names = ["accuracy"]  # of evaluations, which have a field of their own for it
+    for entry in entries:
+        names += [*entry.get("metrics", ()), *entry.get("eval_metrics", ())]
+    return columns_of(dict.fromkeys(names))
 
 
 def _number(value: float | None, form: str) -> str:
@@ -75,20 +87,20 @@ def _evaluated(entry: Mapping[str, Any], name: str) -> Mapping[str, float | None
     return found or (entry.get("eval_accuracy", {}) if name == "accuracy" else {})
 
 
-def _last_metrics(entry: Mapping[str, Any]) -> list[str]:
+def _last_metrics(entry: Mapping[str, Any], columns: Columns) -> list[str]:
     """Returns the metrics of the last step; empty where evaluations measure them."""
-    last = {name: value for name, value in entry.get("metrics", {}).items() if name in SHOWN}
-    for name in SHOWN:
+    last = {name: value for name, value in entry.get("metrics", {}).items() if name in columns}
+    for name in columns:
         if any(value is not None for value in _evaluated(entry, name).values()):
             last.pop(name, None)
-    return [_number(last.get(name), form) for name, (_, form) in SHOWN.items()]
+    return [_number(last.get(name), form) for name, (_, form) in columns.items()]
 
 
-def _evaluated_metrics(entry: Mapping[str, Any]) -> list[str]:
+def _evaluated_metrics(entry: Mapping[str, Any], columns: Columns) -> list[str]:
     """Returns the metrics of evaluations, before and after."""
     return [
         _number(_evaluated(entry, name).get(when), form)
-        for name, (_, form) in SHOWN.items()
+        for name, (_, form) in columns.items()
         for when in ("before", "after")
     ]
 

@@ -52,7 +52,7 @@ NAMES = {
         "eval_steps": "eval_every eval_interval eval_freq eval_strategy evaluation_strategy",
         "logging_steps": "log_steps log_every log_interval logging_interval logging_strategy",
         "save_steps": "save_every save_interval checkpoint_every checkpoint_interval save_strategy",
-        "assistant_only_loss": "train_on_completions_only completion_only_loss",
+        "assistant_only_loss": "train_on_completions_only",
         "gradient_checkpointing": "activation_checkpointing",
         "save_total_limit": "keep_last max_checkpoints",
         "quantization": "quantization_config quantize quant bnb_config load_in_4bit load_in_8bit",
@@ -82,6 +82,26 @@ VALUES = {
     },
 }
 """Values by their names in other tools, for each key that has such."""
+
+_COMPLETIONS = "completions are always trained without their prompts; remove this key, or use format text"
+_DTYPE = "write `bf16: true` or `fp16: true` at the top level of the config; without them it is float32"
+_PACKED = "samples are always packed, without padding; remove this key"
+HINTS = {
+    "adapter": "list adapters under adapters, each with its lora; that of a sweep belongs under sweep",
+    "attn_implementation": "the run has its own attention over packed rows; remove this key",
+    "chat_template": "it is the tokenizer's; save it as chat_template.jinja in the base model's folder",
+    "completion_only_loss": _COMPLETIONS,
+    "dtype": _DTYPE,
+    "group_by_length": _PACKED,
+    "packing": _PACKED,
+    "sample_packing": _PACKED,
+    "special_tokens": "save the tokenizer with them in the base model's folder; an adapter trains their rows "
+    "with lora: {trainable_token_indices: ...}",
+    "torch_dtype": _DTYPE,
+    "train_on_inputs": _COMPLETIONS,
+    "trust_remote_code": "it is not supported; base models are Transformers' own classes",
+}
+"""Hints for keys of other tools that are other keys here, or none."""
 
 UNSUPPORTED = {
     key

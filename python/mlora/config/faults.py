@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mlora.config.aliases import UNSUPPORTED, VALUES, known_as
+from mlora.config.aliases import HINTS, UNSUPPORTED, VALUES, known_as
 from mlora.config.lora_fields import CHOICES
 from mlora.config.offload_config import OffloadConfig
-from mlora.config.quantization_config import QuantizationConfig
+from mlora.config.quantization_config import METHODS, QuantizationConfig
 from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
 from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import Location, shown
@@ -47,23 +47,10 @@ HOMES: dict[str, Sequence[str]] = {
 
 TRAINING = set(TrainingFields.model_fields)
 OTHERWISE = {
-    "packing": "samples are always packed, without padding; remove this key",
     "scheduler": "did you mean 'lr_scheduler_type'?",
     "warmup_ratio": "did you mean 'warmup_steps'? A number below 1 is a ratio",
 }
 """Hints for keys that mean something else among the training fields."""
-_DTYPE = "write `bf16: true` or `fp16: true` at the top level of the config; without them it is float32"
-_BESIDE_BASE = "is not supported: the files beside base_model count; save it there"
-NOT_OURS = {
-    **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
-    "attn_implementation": "attn_implementation is not supported: a run chooses it, for packed samples",
-    "trust_remote_code": "trust_remote_code is not supported: base models are classes of Transformers",
-    "chat_template": f"chat_template {_BESIDE_BASE} as chat_template.jinja",
-    "special_tokens": f"special_tokens {_BESIDE_BASE} with the tokenizer",
-}
-"""Hints for keys of other tools' models and tokenizers."""
-METHODS = {"load_in_4bit": "bnb-nf4", "load_in_8bit": "bnb-int8"}
-"""The methods of quantisation that are keys of other tools."""
 
 EXPECTED = {
     "string_type": "must be text",
@@ -103,9 +90,11 @@ def explain(
     lines = []
     faults = error.errors()
     places = [fault["loc"] for fault in faults]
+    unknown = set[Location]()  # samples of a sweep have the same keys with other values
     for fault in faults:
-        if not _comes_from_defaults(fault["loc"], data, places):
-            location = moved(tuple(part for part in fault["loc"] if part != "[key]"))
+        location = moved(tuple(part for part in fault["loc"] if part != "[key]"))
+        if not _comes_from_defaults(fault["loc"], data, places) and location not in unknown:
+            unknown |= {location} if fault["type"] == "extra_forbidden" else set()
             parts = (_source(location, where, given), path_of(location), _message(fault))
             lines.append(": ".join(part for part in parts if part))
     return list(dict.fromkeys(lines))
@@ -184,8 +173,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
         return f"unknown key; keys are nested, not joined by dots: {first}: {{{rest}: ...}}"
     if key in OTHERWISE and set(known) >= TRAINING:
         return f"unknown key; {OTHERWISE[key]}"
-    if key in NOT_OURS:
-        return f"unknown key; {NOT_OURS[key]}"
+    if key in HINTS:
+        return f"unknown key; {HINTS[key]}"
     if key in METHODS:
         return f"unknown key; write `quantization: {{method: {METHODS[key]}}}` at the top level of the config"
     for home, keys in HOMES.items():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from mlora.config.strict import Location, Strict, wrong_keys
-from mlora.errors import unknown_value
+from mlora.config.aliases import nearest
+from mlora.config.strict import Location, Strict, wrong_key, wrong_keys
+from mlora.errors import first_fault, unknown_value
 
 OPTIONS: dict[str, tuple[str, ...]] = {
     "bnb-nf4": ("double_quant", "compute_dtype"),
@@ -18,6 +20,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "torchao-float8": (),
 }
 """The options of each method."""
+
+
+METHODS = {"load_in_4bit": "bnb-nf4", "load_in_8bit": "bnb-int8"}
+"""The methods that are keys of other tools."""
 
 
 class QuantizationConfig(Strict):
@@ -32,6 +38,14 @@ class QuantizationConfig(Strict):
     double_quant: bool = False
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     group_size: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_other_tool(cls, value: Any) -> Any:
+        for key in value if isinstance(value, dict) and "method" not in value else ():
+            if key in METHODS:
+                raise wrong_key(key, f"unknown key; write `method: {METHODS[key]}` in its place")
+        return value
 
     @field_validator("method")
     @classmethod
@@ -52,6 +66,24 @@ class QuantizationConfig(Strict):
         if faults:
             raise wrong_keys(faults)
         return self
+
+
+def checked_quantization(given: QuantizationConfig | Mapping[str, Any] | None) -> QuantizationConfig | None:
+    """Returns what a caller in Python gave as ``quantization``, checked. ValueError names the key."""
+    if given is None or isinstance(given, QuantizationConfig):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"quantization: expected keys and values such as {{'method': 'bnb-nf4'}}, got {given!r}"
+        )
+    known = list(QuantizationConfig.model_fields)
+    for key in given:
+        if key not in known and key not in METHODS:
+            raise ValueError(f"quantization.{key}: unknown key; {nearest(str(key), known)}")
+    try:
+        return QuantizationConfig.model_validate(given)
+    except ValidationError as error:
+        raise ValueError(f"quantization.{first_fault(error)}") from error
 
 
 def quantization_faults(config: Any) -> dict[Location, str]:

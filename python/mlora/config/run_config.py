@@ -7,7 +7,7 @@ works or is refused. `mlora.config.config_file` reads the YAML and explains faul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from mlora.config.offload_config import Method, OffloadConfig, not_served
 from mlora.config.quantization_config import QuantizationConfig, quantization_faults
 from mlora.config.sections import (
     FORMATS_OF,
+    OF_TASKS,
     WITH_MESSAGES,
     WITH_PROMPTS,
     DatasetConfig,
@@ -400,6 +401,12 @@ def _objectives_of(format: str) -> list[str]:
     ]
 
 
+def _named_formats(adapter: AdapterConfig, serve: Sequence[str]) -> list[str]:
+    """Returns the formats to name to an adapter: those of labels only if its head predicts labels."""
+    own = OF_TASKS.get(str((adapter.lora or {}).get("task_type")))
+    return [one for one in serve if (own or one) == one and (own or one not in OF_TASKS.values())]
+
+
 def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yields the keys of an adapter that do not fit its datasets, and why."""
     for key in ("dataset", "eval_dataset"):
@@ -413,12 +420,12 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
             yield "assistant_only_loss", f"needs a {key} of format {kinds}, got {formats[name]!r}"
         elif formats[name] not in (serve := FORMATS_OF[takes(adapter.objective)]):
             own, found = name_of(adapter.objective), formats[name]
-            hint = ""
+            hint, named = "", " or ".join(_named_formats(adapter, serve))
             if ":" in own and found in ("preference", "unpaired"):
                 hint = "; `takes: pairs` or `takes: judged` in objective says that it reads preferences"
             elif own == CROSS_ENTROPY and (served := _objectives_of(found)):
                 hint = f"; `objective:` {' or '.join(served)} takes {found}"
-            yield key, f"objective {own} needs a {key} of format {' or '.join(serve)}, got {found!r}{hint}"
+            yield key, f"objective {own} needs a {key} of format {named}, got {found!r}{hint}"
     name = name_of(adapter.objective)
     if reads_mismatched(adapter.objective) and adapter.per_device_train_batch_size < 2:
         yield (

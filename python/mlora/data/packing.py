@@ -141,7 +141,6 @@ def pack(
         ValueError: a sample is empty, its labels differ in length, or an id is outside the vocabulary.
     """
     names = tuple(name or BASE for name in batches)
-    silent, reads = _pack_silent(batches, vocab_size, device, starts or {})
     ids: list[int] = []
     labels: list[int] = []
     sequences: list[int] = []
@@ -157,6 +156,8 @@ def pack(
                 sequences.append(len(sequence.input_ids))
         lengths.append(len(ids) - begin)
         tokens[name] = lengths[-1] - labels[begin:].count(NOT_TRAINED)
+    # after the adapters' own sequences were checked, which errors name
+    silent, reads = _pack_silent(batches, vocab_size, device, starts or {})
     seen = tuple(0 if row0 is None else row0.get(name, 0) for name in names)
     table = torch.tensor(labels, dtype=torch.int32, device="cpu")
     rows = (table != NOT_TRAINED).nonzero().squeeze(1)

@@ -112,14 +112,15 @@ def joined(name: str, samples: Sequence[Any], objective: Objective) -> list[Any]
         return list(samples)
     kind, make = _KINDS[objective.takes]
     for sample in samples:
-        if objective.takes != "sequences" and not isinstance(sample, kind):
-            raise ValueError(
-                f"adapter {name!r}: its objective takes {kind.__name__} samples, got {type(sample).__name__}"
-            )
+        if isinstance(sample, kind):
+            continue
         if objective.takes == "sequences" and isinstance(sample, Pair | Judged):
             raise ValueError(
                 f"adapter {name!r}: its objective takes single sequences, got a preference sample"
             )
+        raise ValueError(
+            f"adapter {name!r}: its objective takes {kind.__name__} samples, got {type(sample).__name__}"
+        )
     return make(name, samples, objective)
 
 

@@ -35,6 +35,7 @@ DOUBT = (
     "have a prompt whose end changes when a completion follows; the changed tokens are trained with the "
     "completion"
 )
+SAME = "have a chosen completion that equals the rejected one"
 
 
 def preference(tokenizer: PreTrainedTokenizerBase, style: Style) -> Parser:
@@ -51,13 +52,14 @@ def preference(tokenizer: PreTrainedTokenizerBase, style: Style) -> Parser:
         else:
             prompt, *halves = _shared(halves[0], halves[1])
         _same_kind({"prompt": prompt, "chosen": halves[0], "rejected": halves[1]})
+        same = SAME if halves[0] == halves[1] else ""
         if style == "dpo":
             start, wholes = _dpo_ids(tokenizer, chat, prompt, halves, fields)
             place = min(common_start(start, whole) for whole in wholes)
             chosen, rejected = (_sample(whole[:place], whole[place:]) for whole in wholes)
-            return Record(Pair(chosen, rejected), doubt=DOUBT if place < len(start) else "")
+            return Record(Pair(chosen, rejected), doubt=same or (DOUBT if place < len(start) else ""))
         texts = _cpo_texts(chat, prompt, halves, fields)
-        return Record(_cpo_pair(tokenizer, *texts))
+        return Record(_cpo_pair(tokenizer, *texts), doubt=same)
 
     return parse
 

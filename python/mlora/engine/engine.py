@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import mlora_ext
 from mlora.cluster.device import set_allocators
-from mlora.config.quantization_config import QuantizationConfig
+from mlora.config.quantization_config import QuantizationConfig, checked_quantization
 from mlora.config.sections import parse_size
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.adapter_start import start_from_data, start_from_weights
@@ -95,7 +95,7 @@ class Engine(Batcher):
             `limit_memory`.
 
     Raises:
-        ValueError: if the model cannot be loaded, or cannot be trained on packed rows.
+        ValueError: if an argument is wrong, or the model cannot be loaded or trained on packed rows.
 
     Attributes:
         model: the base model with the adapters, or the first stage's piece of it.
@@ -140,6 +140,8 @@ class Engine(Batcher):
         offload: OffloadOptions = IN_MEMORY,
         quantization: QuantizationConfig | Mapping[str, Any] | None = None,
     ) -> None:
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}")
         if fp16 and dtype is torch.float32:
             dtype = torch.float16
         if fp16 and dtype is not torch.float16:
@@ -147,7 +149,7 @@ class Engine(Batcher):
         if micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         self.dtype, self.seed = dtype, seed
-        self._quantization = QuantizationConfig.model_validate(quantization) if quantization else None
+        self._quantization = checked_quantization(quantization)
         options = StageOptions(
             torch.device(device),
             dtype,

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from mlora.errors import first_line, is_out_of_memory, unknown_option, unknown_value
+from mlora.errors import first_line, is_out_of_memory, spelt_alike, unknown_option, unknown_value
 from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
 from mlora.objectives.options import ObjectiveError, Takes
 
@@ -41,7 +41,7 @@ class FailuresOfLoss:
         own = isinstance(error, Exception) or type(error) is SystemExit
         if error is None or not own or isinstance(error, LossError) or is_out_of_memory(error):
             return
-        reason = f"{type(error).__name__}: {first_line(error)}{_where(error, self._place)}"
+        reason = f"{type(error).__name__}: {first_line(error)}{_meant(error)}{_where(error, self._place)}"
         raise LossError(f"objective: {self._name} failed: {reason}") from error
 
 
@@ -50,6 +50,14 @@ def _place_of(function: Any) -> tuple[str, int] | None:
     found = inspect.unwrap(function)
     code = getattr(found, "__code__", None) or getattr(type(found).__call__, "__code__", None)
     return None if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def _meant(error: BaseException) -> str:
+    """Returns which attribute of an object is spelt most like the one that it lacks, to end a message."""
+    if not isinstance(error, AttributeError) or error.name is None:
+        return ""
+    near = spelt_alike(error.name, [name for name in dir(error.obj) if not name.startswith("_")])
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def _where(error: BaseException | None, place: tuple[str, int] | None) -> str:
@@ -121,6 +129,11 @@ class CustomLoss(Objective):
         self.place = _place_of(function)
         self._options = options
         self._check()
+
+    @property
+    def told(self) -> str:
+        """Its name and where it is, for messages."""
+        return f"{self.name}{_where(None, self.place)}"
 
     def options(self) -> dict[str, Any]:
         """Returns all that was given beside the function."""

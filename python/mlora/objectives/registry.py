@@ -65,6 +65,13 @@ _OBJECTIVES: dict[str, _Entry] = {
     ),
     "kto": _Entry(f"{_PLACE}.kto:Kto", KtoOptions, "judged", (*_REWARDS, "kl")),
 }
+_GENERATES = (
+    *("grpo", "ppo", "rloo", "reinforce", "remax", "gspo", "dapo", "dr_grpo", "online_dpo", "xpo"),
+    *("nash_md", "gkd", "gold", "minillm"),
+)
+"""Methods of TRL and of papers that train on what the model generates meanwhile."""
+_OPTION_HINTS = {"reference_free": "cpo, simpo and orpo have no reference"}
+"""Hints for options of TRL that no objective has."""
 _OF_LABELS = {
     "single_label_classification": f"{_PLACE}.label_losses:SingleLabel",
     "multi_label_classification": f"{_PLACE}.label_losses:MultiLabel",
@@ -107,7 +114,7 @@ def resolved(spec: Any, folder: Path | str | None = None) -> str | dict[str, Any
     model = _entry(name).options
     for key in options:
         if key not in model.model_fields:
-            hint = unknown_option(key, list(model.model_fields))
+            hint = _OPTION_HINTS.get(key) or unknown_option(key, list(model.model_fields))
             raise ObjectiveError(f"unknown option of {name}; {hint}", (key,))
     try:
         found = model.model_validate(options).model_dump()
@@ -147,6 +154,11 @@ def metrics_of(spec: Any) -> Sequence[str] | None:
     """Returns the names of the metrics that an objective reports; None: not known before it is used."""
     name, _ = _split(spec)
     return None if ":" in name else _entry(name).metrics
+
+
+def built_in_metrics() -> set[str]:
+    """Returns the names of all metrics that objectives report whose metrics are known."""
+    return {name for entry in _OBJECTIVES.values() for name in entry.metrics or ()}
 
 
 def name_of(spec: Any) -> str:
@@ -249,6 +261,12 @@ def _split(spec: Any) -> tuple[str, dict[str, Any]]:
 
 def _entry(name: str) -> _Entry:
     if name not in _OBJECTIVES:
+        if name.lower().replace("-", "_") in _GENERATES:
+            others = ", ".join([*objectives_taking("pairs"), *objectives_taking("judged")])
+            raise ObjectiveError(
+                f"{name!r} is not supported: it trains on what the model generates meanwhile; objectives of "
+                f"preferences are {others}"
+            )
         elsewhere = {"sft": CROSS_ENTROPY, "ipo": "dpo"}  # ipo is a loss_type of dpo
         raise ObjectiveError(unknown_value(name, [*_OBJECTIVES, "module:function"], elsewhere))
     return _OBJECTIVES[name]

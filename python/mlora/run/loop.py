@@ -22,6 +22,7 @@ from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
 from mlora.files.state_files import StateFiles, best_file, files_named
+from mlora.objectives.custom import CustomLoss
 from mlora.optim.optimizer import OptimizerError
 from mlora.pipeline import PipelineError
 from mlora.run.evaluation import evaluate_losses, exact_matches
@@ -382,6 +383,8 @@ class TrainingLoop:
         Before its first step no learning rate caused it.
         """
         hint = "; try a lower learning_rate" if task.progress.step else ""
+        if isinstance(task.objective, CustomLoss):
+            hint += f"{', and' if hint else ';'} look at the objective {task.objective.told}"
         self._end(task, "stopped", fault or f"the {what} is not a number{hint}")
 
     def _end(self, task: Task, state: Literal["finished", "stopped"], message: str) -> None:

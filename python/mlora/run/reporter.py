@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from mlora.tasks.result import shown_metrics
+from mlora.tasks.result import evaluated_metrics, shown_metrics
 from mlora.tasks.task import Task
 from mlora_ext.adapters.trained_parts import labels_of, task_of
 
@@ -46,29 +46,63 @@ class Reporter:
 
 
 class Pace:
-    """Tokens per second and time left of each task, smoothed over its last steps."""
+    """Tokens per second and time left of each task, smoothed over its last steps.
+
+    The time left is the run's seconds for each trained token, times the tokens that all tasks train until
+    then: once others have ended, steps are faster. First steps warm up; they count only while there are no
+    later ones.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._tokens: dict[str, float] = {}
+        self._all = 0  # trained tokens of all tasks
+        self._all_at: dict[str, int] = {}  # the same at each task's last step
+        self._recent_seconds, self._recent_tokens = 0.0, 0.0
 
     def add(self, name: str, tokens: int, seconds: float) -> None:
         """Counts a step: its trained tokens and its wall time."""
         old = self._seconds.get(name)
         self._seconds[name] = seconds if old is None else 0.9 * old + 0.1 * seconds
         self._tokens[name] = tokens if old is None else 0.9 * self._tokens[name] + 0.1 * tokens
+        self._all += tokens
+        if name in self._all_at:
+            self._recent_seconds = 0.98 * self._recent_seconds + seconds
+            self._recent_tokens = 0.98 * self._recent_tokens + self._all - self._all_at[name]
+        self._all_at[name] = self._all
 
     def tokens_per_second(self, name: str) -> float | None:
         """Returns a task's trained tokens per second, or None before its first step."""
         seconds = self._seconds.get(name)
         return self._tokens[name] / seconds if seconds else None
 
-    def left(self, task: Task) -> str:
-        """Returns the time until a task's last step, such as ``1:05``; empty before its first step."""
+    def left(self, task: Task, tasks: Sequence[Task]) -> str:
+        """Returns the time until a task's last step, such as ``1:05``; empty before its first step.
+
+        `tasks` are all of the run.
+        """
         seconds = self._seconds.get(task.name)
         if seconds is None:
             return ""
-        return clock(seconds * (task.total_steps - task.progress.step))
+        if not self._recent_tokens:
+            return clock(seconds * (task.total_steps - task.progress.step))
+        beside = [
+            other for other in tasks if other.progress.state == "running" and other.name in self._tokens
+        ]
+        tokens = 0.0
+        for other in beside:
+            batches = min(_batches_left(task), _batches_left(other))
+            tokens += self._tokens[other.name] / _batches_per_step(other) * batches
+        return clock(tokens * self._recent_seconds / self._recent_tokens)
+
+
+def _batches_per_step(task: Task) -> float:
+    """Returns the micro-batches of a task's optimizer steps so far, on average."""
+    return max(1.0, task.progress.batches / max(1, task.progress.step))
+
+
+def _batches_left(task: Task) -> float:
+    return _batches_per_step(task) * (task.total_steps - task.progress.step)
 
 
 def clock(seconds: float) -> str:
@@ -78,9 +112,9 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _metrics_of(record: Mapping[str, Any], prefix: str = "") -> str:
+def _metrics_of(metrics: Mapping[str, float]) -> str:
     """Returns the metrics that lines show, each with a space behind it."""
-    return "".join(f"{title} {value} " for title, value in shown_metrics(record, prefix).items())
+    return "".join(f"{title} {value} " for title, value in shown_metrics(metrics).items())
 
 
 def some(names: Sequence[str], most: int = 6) -> str:
@@ -109,9 +143,14 @@ class PlainLines(Reporter):
         self._err = err or sys.stderr
         self._pace = Pace()
         self._waiting: Sequence[str] = ()
+        self._tasks: Sequence[Task] = ()
 
     def start(self, tasks: Sequence[Task]) -> None:
         """Prints how many samples and steps each task has, and the labels of its head."""
+        self._tasks = tasks
+        self._introduce(tasks)
+
+    def _introduce(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             if task.progress.state == "running":
                 done = f" from step {task.progress.step}" if task.progress.step else ""
@@ -126,16 +165,17 @@ class PlainLines(Reporter):
         interval = task.every(task.config.logging_steps)
         if interval and record["step"] % interval == 0:
             speed = self._pace.tokens_per_second(task.name) or 0.0
+            metrics = _metrics_of(task.progress.metrics)
             self.note(
                 f"{task.name}: step {record['step']}/{task.total_steps} loss {record['loss']:.4f} "
-                f"{_metrics_of(record)}learning_rate {record['learning_rate']:.3g} {speed:.0f} tokens/s "
-                f"ETA {self._pace.left(task)}"
+                f"{metrics}learning_rate {record['learning_rate']:.3g} {speed:.0f} tokens/s "
+                f"ETA {self._pace.left(task, self._tasks)}"
             )
 
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
         exact = record.get("eval_exact_match")
         more = "" if exact is None else f"exact match {exact:.1%}"
-        more = f"eval_loss {record['eval_loss']:.4f} {_metrics_of(record, 'eval_')}{more}".rstrip()
+        more = f"eval_loss {record['eval_loss']:.4f} {_metrics_of(evaluated_metrics(record))}{more}".rstrip()
         self.note(
             f"{task.name}: step {record['step']}/{task.total_steps} {more}"
             f"{', the best so far' if 'best' in record else ''}"
@@ -143,7 +183,8 @@ class PlainLines(Reporter):
 
     def joined(self, task: Task, tasks: Sequence[Task]) -> None:
         """Prints how many samples and steps the new task has."""
-        self.start([task])
+        self._tasks = tasks
+        self._introduce([task])
 
     def changed(self, task: Task) -> None:
         progress = task.progress

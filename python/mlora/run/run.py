@@ -168,7 +168,10 @@ def _go_on(
         known = journaled(queue, config, checkpoint["iteration"] if checkpoint else -1)
         if checkpoint:
             came = _came(config, folder, checkpoint, queue)
-            reporter.note(f"resuming {folder.path} at iteration {checkpoint['iteration']}")
+            reporter.note(
+                f"resuming {folder.path} at iteration {checkpoint['iteration']} "
+                "(in each, adapters in training take one micro-batch)"
+            )
             prepared = prepare(config, reporter, checkpoint, member, came=came)
         else:
             reporter.note(f"{folder.path} has no checkpoint; training starts anew")

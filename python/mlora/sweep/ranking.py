@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,12 +89,14 @@ def _params(folder: RunFolder, sweep: SweepConfig) -> dict[str, dict[str, Any]]:
 
 
 def ranked_table(trials: Sequence[RankedTrial], sweep: SweepConfig) -> list[list[str]]:
-    """Returns the rows of a sweep's table, titles first."""
+    """Returns the rows of a sweep's table, titles first; ``=`` marks ranks of trials with equal values."""
+    values = Counter(trial.value for trial in trials if trial.rank)
     rows = [["rank", "trial", "state", "step", *shown_metrics(sweep), *sweep.space]]
     for trial in trials:
         numbers = ["" if value is None else f"{value:.4f}" for value in trial.metrics(sweep)]
-        values = [param_text(trial.params.get(path)) for path in sweep.space]
-        rows.append([str(trial.rank or ""), trial.name, trial.state, str(trial.step), *numbers, *values])
+        params = [param_text(trial.params.get(path)) for path in sweep.space]
+        rank = f"{trial.rank}{' =' * (values[trial.value] > 1)}" if trial.rank else ""
+        rows.append([rank, trial.name, trial.state, str(trial.step), *numbers, *params])
     return rows
 
 

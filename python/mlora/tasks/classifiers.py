@@ -89,7 +89,7 @@ def _check_metrics(adapter: AdapterConfig, task: str, classifies: bool) -> None:
     """Raises RunError for an objective or a metric that the adapter's task does not have."""
     if classifies:
         if adapter.objective != "cross_entropy":
-            raise RunError(f"objective: task_type {task} has a loss of its own; remove {adapter.objective!r}")
+            raise RunError(f"objective: task_type {task} has a loss of its own; remove objective")
     elif adapter.best_rule is not None and adapter.best_rule.metric == "eval_accuracy":
         needs = _task_asked(adapter, task, " or ".join(OF_TASKS))
         raise RunError(f"metric_for_best_model: accuracy needs {needs}")

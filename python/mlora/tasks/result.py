@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,9 +18,7 @@ SHOWN = {
     "rewards/accuracies": ("reward accuracy", ".1%"),
     "rewards/margins": ("reward margin", ".4f"),
 }
-"""The metrics of objectives that tables and lines show: their titles, and how a value is written."""
-
-
+"""The metrics of built-in objectives that tables and lines show: their titles, and how a value is written."""
 _OWN_FIELDS = ("eval_loss", "eval_accuracy", "eval_exact_match")
 
 
@@ -122,10 +120,31 @@ def adapter_result(task: Task) -> AdapterResult:
     )
 
 
-def shown_metrics(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Returns the metrics of `SHOWN` that a record holds, as text by title; `prefix` is before their keys."""
-    found = {title: (record.get(f"{prefix}{name}"), form) for name, (title, form) in SHOWN.items()}
-    return {title: format(value, form) for title, (value, form) in found.items() if value is not None}
+def columns_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Returns which of these metrics tables and lines show, with title and form: `SHOWN`, then own losses'.
+
+    Other metrics of built-in objectives are in ``metrics.jsonl`` only.
+    """
+    from mlora.objectives.registry import built_in_metrics  # imports pydantic, which `--version` needs not
+
+    given, built_in = list(names), built_in_metrics()
+    own = {name: (name, ".4g") for name in given if name not in SHOWN and name not in built_in}
+    return {name: column for name, column in SHOWN.items() if name in given} | own
+
+
+def shown_metrics(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Returns the metrics of `columns_of`, as text by title."""
+    return {title: format(metrics[name], form) for name, (title, form) in columns_of(metrics).items()}
+
+
+def evaluated_metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the objective's metrics in the line of an evaluation, without ``eval_``."""
+    others = ("eval_loss", "eval_exact_match", "eval_tokens")
+    return {
+        key.removeprefix("eval_"): value
+        for key, value in record.items()
+        if key.startswith("eval_") and key not in others
+    }
 
 
 def _own_metrics(task: Task) -> list[str]:

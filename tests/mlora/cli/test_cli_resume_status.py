@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Run, bad_line, only_line
+from mlora.cli.run_status import read_status
 from mlora.errors import RunError
 from mlora.files.run_folder import Metrics, is_running
 from tiny_run import run_data, write_run
@@ -48,6 +49,23 @@ def test_status_of_an_unfinished_run(run: Run, trained: Path, tmp_path: Path) ->
     assert "continues from the start: it has no checkpoint" in result.stdout
     assert "is not a run folder: it has no config.yaml" in only_line(run("status", tmp_path))
     assert "is not a run folder: it has no config.yaml" in only_line(run("resume", tmp_path))
+
+
+def test_status_of_a_killed_run_has_no_values_after_the_end(run: Run, trained: Path, tmp_path: Path) -> None:
+    """Its latest ones have columns of their own: accuracy, exact match and an own loss's, as the loss."""
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    (copy / "summary.json").unlink()
+    values = {"eval_loss": 1.0, "eval_accuracy": 0.5, "eval_exact_match": 0.25, "eval_apart": 3.0}
+    records = [{"adapter": "first", "step": step, **values} for step in (0, 3)]
+    (copy / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    titles, first, *_ = read_status(copy).table()
+    shown = dict(zip(titles, first, strict=True))
+    assert "after" not in titles
+    assert shown["latest eval loss"] == "1.0000, step 3"
+    assert shown["latest eval accuracy"] == shown["eval accuracy before"] == "50.0%"
+    assert shown["latest eval exact match"] == shown["exact match before"] == "25.0%"
+    assert shown["latest eval apart"] == shown["eval apart before"] == "3"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,12 @@ def test_validate_writes_nothing(run: Run, tiny_base: Path, tmp_path: Path) -> N
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_one_adapter_is_ready(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    path = write_run(tmp_path, data | {"adapters": data["adapters"][:1]})
+    assert run("validate", path).stdout.splitlines()[-1] == f"{path}: 1 adapter is ready to train"
+
+
 def test_validate_names_every_adapter_at_fault(run: Run, tiny_base: Path, tmp_path: Path) -> None:
     data = run_data(tiny_base, tmp_path)
     data["adapters"][0]["lora"]["target_modules"] = ["w_proj"]

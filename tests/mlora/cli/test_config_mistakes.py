@@ -254,22 +254,25 @@ def test_initialisations_are_known_in_any_case(tmp_path: Path, value: str) -> No
         ("defaults.eval_strategy", "did you mean 'eval_steps'?"),
         ("defaults.packing", "unknown key; samples are always packed, without padding; remove this key"),
         ("adapters.a.packing", "unknown key; samples are always packed, without padding; remove this key"),
+        ("defaults.sample_packing", "unknown key; samples are always packed, without padding"),
+        ("defaults.group_by_length", "unknown key; samples are always packed, without padding"),
+        ("packing", "unknown key; samples are always packed, without padding; remove this key"),
+        ("adapters.a.completion_only_loss", "completions are always trained without their prompts; remove"),
+        ("defaults.train_on_inputs", "or use format text"),
+        ("adapter", "unknown key; list adapters under adapters, each with its lora"),
+        ("attn_implementation", "unknown key; the run has its own attention over packed rows; remove"),
+        ("trust_remote_code", "unknown key; it is not supported; base models are Transformers' own"),
+        ("chat_template", "save it as chat_template.jinja in the base model's folder"),
+        ("dtype", "write `bf16: true` or `fp16: true` at the top level of the config"),
+        ("torch_dtype", "write `bf16: true` or `fp16: true` at the top level of the config"),
+        ("special_tokens", "save the tokenizer with them in the base model's folder"),
         ("placement", "unknown key here; it belongs under scheduler"),
         ("defaults.scheduler", "unknown key; did you mean 'lr_scheduler_type'?"),
         ("adapters.a.scheduler", "unknown key; did you mean 'lr_scheduler_type'?"),
         ("adapters.a.beta", "it belongs in objective: {name: dpo, beta: 1} (also cpo, simpo, orpo, kto)"),
         ("defaults.desirable_weight", "it belongs in objective: {name: kto, desirable_weight: 1}"),
         ("simpo_gamma", "it belongs in objective: {name: cpo, simpo_gamma: 1} (also simpo)"),
-        ("dtype", "unknown key; write `bf16: true` or `fp16: true` at the top level of the config"),
-        ("torch_dtype", "unknown key; write `bf16: true` or `fp16: true` at the top level"),
         ("defaults.dtype", "unknown key; write `bf16: true` or `fp16: true` at the top level"),
-        ("attn_implementation", "attn_implementation is not supported: a run chooses it"),
-        ("trust_remote_code", "trust_remote_code is not supported: base models are"),
-        (
-            "chat_template",
-            "chat_template is not supported: the files beside base_model count",
-        ),
-        ("special_tokens", "special_tokens is not supported: the files beside base_model"),
         ("save", "unknown key; known keys: base_model, output_dir,"),
     ],
 )
@@ -277,6 +280,55 @@ def test_names_of_other_tools_lead_to_ours(faults: Faults, key: str, expected: s
     (line,) = faults(RUN, f"{key}=1")
     assert line.startswith("--set ")
     assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "objective=grpo",
+            "objective: 'grpo' is not supported: it trains on what the model generates meanwhile",
+        ),
+        ("objective=Online-DPO", "objective: 'Online-DPO' is not supported: it trains on what the model"),
+        ("objective={name: PPO}", "objectives of preferences are dpo, cpo, simpo, orpo, kto"),
+        (
+            "objective={name: dpo, reference_free: true}",
+            "objective.reference_free: unknown option of dpo; cpo, simpo and orpo have no reference",
+        ),
+    ],
+)
+def test_what_objectives_lack_is_said(faults: Faults, override: str, expected: str) -> None:
+    (line,) = faults(RUN, f"adapters.a.{override}")
+    assert expected in line
+
+
+def test_a_4_bit_key_in_quantization_gets_one_line(faults: Faults) -> None:
+    (line,) = faults(RUN, "quantization={load_in_4bit: true}")
+    assert line.endswith(": quantization.load_in_4bit: unknown key; write `method: bnb-nf4` in its place")
+
+
+@pytest.mark.parametrize(
+    ("more", "formats"),
+    [
+        ({}, "tokens or text or prompt_completion or alpaca or sharegpt or messages"),
+        ({"lora": {"task_type": "SEQ_CLS"}}, "classification"),
+        ({"lora": {"task_type": "QUESTION_ANS"}}, "question_answering"),
+    ],
+)
+def test_formats_of_labels_are_named_to_heads_of_labels_only(
+    faults: Faults, more: dict, formats: str
+) -> None:
+    (line,) = faults(
+        RUN,
+        "datasets.d.format=preference",
+        f"adapters=[{ {'name': 'a', 'dataset': 'd', 'lora': {}, **more} }]",
+    )
+    assert f"objective cross_entropy needs a dataset of format {formats}, got 'preference'" in line
+
+
+def test_a_key_in_the_wrong_place_of_a_search_is_named_once(faults: Faults) -> None:
+    (line,) = faults(SWEEP, "sweep.search.beta={low: 0.1, high: 0.5}")
+    assert "sweep.search.beta: unknown key here; it belongs in objective" in line
 
 
 @pytest.mark.parametrize("where", ["", "defaults.", "adapters.a."])

@@ -109,6 +109,16 @@ def test_cuts_and_what_is_left_out(load: Any, tokenizer: Any) -> None:
     ]
 
 
+@pytest.mark.parametrize("style", ["dpo", "cpo"])
+def test_pairs_without_a_difference_are_warned_of(load: Any, style: str) -> None:
+    same = [{"prompt": "a ", "chosen": "b", "rejected": "b"}, {"chosen": "a b", "rejected": "a b"}]
+    found = load("preference", TEXTS, *same, style=style)
+    assert len(found.samples) == 3
+    assert found.warnings == [
+        "dataset 'pairs': 2 of 3 samples have a chosen completion that equals the rejected one"
+    ]
+
+
 def test_a_batch_for_kto_is_one_sample_with_rotated_completions(load: Any, tokenizer: Any) -> None:
     """Each prompt with the whole completion of the sample before, cut to ``max_length`` anew."""
     records = [

@@ -272,6 +272,20 @@ def test_refusals(tmp_path: Path) -> None:
         (lambda: engine.forward_backward({"__base__": samples(1, 5, seed=0)}), "no adapter '__base__'"),
         (lambda: engine.optim_step("b"), "no adapter 'b'"),
         (lambda: Engine(make("llama"), dtype=torch.bfloat16), "expected weights of dtype torch.bfloat16"),
+        (
+            lambda: engine.forward_backward({"a": [((3, 4), (3, 4))]}),
+            "'a': .* takes Sample samples, got tuple",
+        ),
+        (lambda: Engine(make("llama"), dtype="bf17"), "dtype: expected a torch.dtype .*, got 'bf17'"),
+        (lambda: Engine(make("llama"), quantization="bnb-nf4"), "quantization: expected keys .* 'bnb-nf4'$"),
+        (
+            lambda: Engine(make("llama"), quantization={"method": "nf4"}),
+            "^quantization.method: 'nf4' is unknown; did you mean 'bnb-nf4'[?]$",
+        ),
+        (
+            lambda: Engine(make("llama"), quantization={"method": "bnb-nf4", "duoble_quant": True}),
+            "^quantization.duoble_quant: unknown key; did you mean 'double_quant'[?]$",
+        ),
         (lambda: Engine(tmp_path), "has no config.json; give a model's folder"),
         (lambda: Engine(tmp_path / "missing"), "no such folder"),
         (lambda: Engine(make("llama"), fp16=True, dtype=torch.bfloat16), "fp16"),

@@ -57,6 +57,13 @@ def judged(count: int, seed: int) -> list[Judged]:
     return [Judged(half(draw, 5), half(draw, 6), index % 3 != 0) for index in range(count)]
 
 
+def test_a_malformed_pair_names_its_own_adapter() -> None:
+    engine = Engine(make("llama"))
+    engine.create_adapter("a", LoraConfig(**LORA), OPTIM, objective="dpo")
+    with pytest.raises(ValueError, match="adapter 'a', sample 0: expected 2 labels, got 1"):
+        engine.evaluate({"a": [Pair(Sample((5, 6), (5,)), Sample((5, 6), (5, 6)))]})
+
+
 DATA: dict[str, list[Any]] = {
     "dpo": pairs(4, 1),
     "ipo": pairs(3, 2),

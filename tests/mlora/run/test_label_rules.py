@@ -79,6 +79,13 @@ def test_rules_follow_from_the_lines(
     assert rules_of(tmp_path, labels, **keys) == expected
 
 
+def test_a_classifier_with_a_loss_of_ones_own_is_told_which_key_to_remove(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunError, match=r"^objective: task_type SEQ_CLS has a loss of its own; remove objective$"
+    ):
+        rules_of(tmp_path, [0, 1], objective="operator:neg")
+
+
 @pytest.mark.parametrize(
     ("labels", "keys", "message"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from mlora.objectives.custom import CustomLoss, LossError
 from mlora.objectives.objective import LossOfOwner, Objective
 from mlora.objectives.registry import register_objective
 from mlora.optim.optim_config import OptimConfig
+from mlora.run.reporter import PlainLines
 from mlora.run.run import resume
 from peft import LoraConfig
 from torch import Tensor
@@ -277,6 +280,41 @@ def test_training_sees_a_loss_as_if_it_had_not_been_tried(tiny_base: Path, tmp_p
         assert any("which counts as its first call" in line for line in told.lines) == bool(more)
     assert runs["pure"] == runs["tried"]
     assert len(runs["once"]) == len(runs["pure"]) + 1
+
+
+def test_a_loss_that_becomes_nan_is_pointed_to(tiny_base: Path, tmp_path: Path) -> None:
+    (tmp_path / "nan_later.py").write_text(
+        "calls = []\n\n"
+        "def loss(rows):\n"
+        "    calls.append(1)\n"
+        "    return -rows.sums() * (1.0 if len(calls) < 8 else float('nan'))\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"] = [data["adapters"][0] | {"objective": "nan_later:loss"}]
+    first = mlora.train(resolve_config(data, folder=tmp_path)).adapters["first"]
+    hint = f"try a lower learning_rate, and look at the objective loss, in {tmp_path}/nan_later.py:3"
+    assert first.message.endswith(f" is not a number; {hint}")
+
+
+def test_an_attribute_that_is_misspelt_leads_to_the_nearest(tiny_base: Path) -> None:
+    with Engine(tiny_base) as engine:
+        loss = CustomLoss(lambda rows: -rows.sum())
+        engine.create_adapter("a", LoraConfig(r=2), OptimConfig(total_steps=1), objective=loss)
+        with pytest.raises(LossError, match=r"no attribute 'sum'; did you mean 'sums'\?, in /"):
+            engine.forward_backward({"a": [Sample((5, 6, 7), (5, 6, 7))]})
+
+
+def test_own_metrics_are_in_the_lines_of_steps_and_evaluations(tiny_base: Path, tmp_path: Path) -> None:
+    (tmp_path / "apart.py").write_text(
+        "def loss(rows):\n    return -rows.sums(), {'apart': rows.sums() * 0 + 7}\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    data["defaults"]["logging_steps"] = 1
+    data["adapters"] = [data["adapters"][0] | {"objective": "apart:loss"}]
+    out = io.StringIO()
+    mlora.train(resolve_config(data, folder=tmp_path), reporter=PlainLines(out))
+    assert re.search(r"first: step 1/6 loss \S+ apart 7 learning_rate ", out.getvalue())
+    assert re.search(r"first: step 3/6 eval_loss \S+ apart 7\n", out.getvalue())
 
 
 def test_a_metric_that_is_not_a_number_is_left_out(tiny_base: Path, tmp_path: Path) -> None:

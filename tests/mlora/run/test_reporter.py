@@ -178,6 +178,35 @@ def test_pace_is_tokens_over_seconds() -> None:
     assert pace.tokens_per_second("a") == pytest.approx(120 / 0.6)
 
 
+def test_time_left_foresees_that_others_end_before() -> None:
+    """Each micro-batch takes 0.1 s; one task accumulates two of them and trains twice as long."""
+    pace, told = Pace(), []
+    tasks = [Timed("a", 60, 1), Timed("b", 60, 2)]
+    for iteration in range(1, 120):
+        running = [task for task in tasks if task.progress.state == "running"]
+        for task in running:
+            progress = task.progress
+            progress.batches = iteration
+            if iteration % task.accumulation == 0:
+                progress.step += 1
+                warm_up = 5.0 if progress.step == 1 else 0.0
+                seconds = 0.1 * len(running) * task.accumulation + warm_up
+                pace.add(task.name, 10 * task.accumulation, seconds)
+            progress.state = "finished" if progress.step == task.total_steps else "running"
+        told.append(pace.left(tasks[1], tasks))
+    assert told[0] == ""
+    # 60 more iterations alone after those with the other
+    assert told[19] == clock(40 * 0.2 + 60 * 0.1)
+    assert told[39] == clock(20 * 0.2 + 60 * 0.1)
+    assert told[79] == clock(40 * 0.1)
+
+
+class Timed:
+    def __init__(self, name: str, total_steps: int, accumulation: int) -> None:
+        self.name, self.total_steps, self.accumulation = name, total_steps, accumulation
+        self.progress = Progress()
+
+
 def test_clock() -> None:
     assert [clock(seconds) for seconds in (0, 65.4, 3599.6, 7384)] == ["0:00", "1:05", "1:00:00", "2:03:04"]
 
@@ -220,18 +249,20 @@ def test_metrics_have_columns_where_an_adapter_has_them() -> None:
             eval_accuracy={"before": 0, "after": 1},
         ),
         "plain": AdapterResult("finished", step=3, max_steps=3),
+        "own": AdapterResult("finished", step=3, max_steps=3, metrics={"apart": 12.3456, "kl": 1.0}),
     }
     rows = result_table(RunResult("finished", Path(), 1.0, adapters).summary())
     assert rows[0] == [
-        *("adapter", "state", "step", "reward accuracy", "reward margin"),
+        *("adapter", "state", "step", "reward accuracy", "reward margin", "apart"),
         *("eval accuracy before", "after", "eval reward accuracy before", "after"),
         *("eval reward margin before", "after"),
     ]
     assert [row[3:] for row in rows[1:]] == [
-        ["", "", "", "", "37.5%", "75.0%", "0.2500", "0.5000"],
-        ["75.0%", "0.5000", "", "", "", "", "", ""],
-        ["", "", "0.0%", "100.0%", "", "", "", ""],
-        [""] * 8,
+        ["", "", "", "", "", "37.5%", "75.0%", "0.2500", "0.5000"],
+        ["75.0%", "0.5000", *[""] * 7],
+        ["", "", "", "0.0%", "100.0%", *[""] * 4],
+        [""] * 9,
+        ["", "", "12.35", *[""] * 6],
     ]
 
 

@@ -16,8 +16,10 @@ from mlora.cli.run_status import read_status
 from mlora.config.config_file import load_config, resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
+from mlora.files.run_folder import RunFolder
 from mlora.run.run import resume, train
 from mlora.run.validation import validate
+from mlora.sweep.ranking import rank_trials, ranked_table
 from stage_runs import by_adapter, tensors
 from sweep_runs import Crowd, sweep, table
 from tiny_run import write_jsonl, write_run
@@ -296,6 +298,19 @@ def test_signal_number_of_an_interrupted_sweep(data: dict[str, Any], tmp_path: P
     assert result.status == "interrupted"
     assert result.exit_code == 128 + signal.SIGINT
     assert {row["state"] for row in table(tmp_path / "run")} == {"unfinished"}
+
+
+def test_equal_ranks_are_marked(data: dict[str, Any], tmp_path: Path) -> None:
+    data["sweep"]["search"] = {"learning_rate": {"choice": [0.0, 1e-30, 5e-2]}}
+    data["sweep"] |= {"sampler": "grid", "trials": None}
+    data["defaults"] |= {"max_steps": 1, "eval_steps": None}
+    sweep(data, tmp_path)
+    config = RunFolder(tmp_path / "run").read_config().sweep
+    assert config is not None
+    rows = ranked_table(rank_trials(RunFolder(tmp_path / "run"), config), config)
+    ranks = [row[0] for row in rows[1:]]
+    assert sorted(rank.partition(" ")[0] for rank in ranks) == ["1", "2", "3"]
+    assert [rank.endswith(" =") for rank in ranks].count(True) == 2
 
 
 def test_status_says_how_far_it_has_come(data: dict[str, Any], tmp_path: Path, run: Any) -> None:
