@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,4 +13,4 @@ from sweep_runs import RATES
 
 @pytest.fixture
 def data(tiny_base: Path, tmp_path: Path) -> dict[str, Any]:
-    return sweep_data(tiny_base, tmp_path, search=RATES)
+    return sweep_data(tiny_base, tmp_path, search=copy.deepcopy(RATES))
