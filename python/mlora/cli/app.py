@@ -174,7 +174,9 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
             raise RunError(f"{run}: {count} {what} would be refused")
         if config.sweep:
             places = f"{config.sweep.count} trials, {config.at_once} at once"
-            print(f"{run}: a sweep of {places}; {len(table.tasks)} sample trials are ready to train")
+            samples = len(table.tasks)
+            ready = "1 sample trial is" if samples == 1 else f"{samples} sample trials are"
+            print(f"{run}: a sweep of {places}; {ready} ready to train")
         else:
             ready = "1 adapter is" if len(table.tasks) == 1 else f"{len(table.tasks)} adapters are"
             print(f"{run}: {ready} ready to train")

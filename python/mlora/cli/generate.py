@@ -218,7 +218,7 @@ def find_adapters(source: Path) -> tuple[str, dict[str, Path], Mapping[str, Any]
             raise RunError(
                 f"{source / 'adapter_config.json'}: cannot be read: {first_line(error)}"
             ) from error
-        from mlora.model.quantization_file import read_quantization
+        from mlora.model.stored_quantization import read_quantization
 
         try:
             quantization = read_quantization(source)

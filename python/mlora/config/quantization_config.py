@@ -42,9 +42,10 @@ class QuantizationConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _no_other_tool(cls, value: Any) -> Any:
-        for key in value if isinstance(value, dict) and "method" not in value else ():
+        for key in value if isinstance(value, dict) else ():
             if key in METHODS:
-                raise wrong_key(key, f"unknown key; write `method: {METHODS[key]}` in its place")
+                hint = "remove it" if "method" in value else f"write `method: {METHODS[key]}` in its place"
+                raise wrong_key(key, f"unknown key; {hint}")
         return value
 
     @field_validator("method")

@@ -403,8 +403,13 @@ def _objectives_of(format: str) -> list[str]:
 
 def _named_formats(adapter: AdapterConfig, serve: Sequence[str]) -> list[str]:
     """Returns the formats to name to an adapter: those of labels only if its head predicts labels."""
-    own = OF_TASKS.get(str((adapter.lora or {}).get("task_type")))
+    own = _format_of_labels(adapter)
     return [one for one in serve if (own or one) == one and (own or one not in OF_TASKS.values())]
+
+
+def _format_of_labels(adapter: AdapterConfig) -> str | None:
+    """Returns the format that an adapter's head of labels reads; None if it has no such head."""
+    return OF_TASKS.get(str((adapter.lora or {}).get("task_type")))
 
 
 def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -421,9 +426,14 @@ def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator
         elif formats[name] not in (serve := FORMATS_OF[takes(adapter.objective)]):
             own, found = name_of(adapter.objective), formats[name]
             hint, named = "", " or ".join(_named_formats(adapter, serve))
+            if not named:
+                task = (adapter.lora or {})["task_type"]
+                yield "objective", f"task_type {task} has a loss of its own; remove objective"
+                continue
             if ":" in own and found in ("preference", "unpaired"):
                 hint = "; `takes: pairs` or `takes: judged` in objective says that it reads preferences"
-            elif own == CROSS_ENTROPY and (served := _objectives_of(found)):
+            elif own == CROSS_ENTROPY and not _format_of_labels(adapter) and _objectives_of(found):
+                served = _objectives_of(found)
                 hint = f"; `objective:` {' or '.join(served)} takes {found}"
             yield key, f"objective {own} needs a {key} of format {named}, got {found!r}{hint}"
     name = name_of(adapter.objective)

@@ -33,7 +33,7 @@ from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.labels import label_objective
 from mlora.model.pretrained import skeleton
-from mlora.model.quantization_file import write_quantization
+from mlora.model.stored_quantization import write_quantization
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import START, ObjectiveError
 from mlora.objectives.registry import CROSS_ENTROPY, objective_of, pinned
@@ -648,7 +648,8 @@ class Engine(Batcher):
         """
         weights = self.weights(name) if weights is None else weights
         mlora_ext.save_adapter(self.registry, name, folder, weights)
-        write_quantization(folder, self._quantization)
+        if self._quantization is not None:  # else `save_adapter` has said what there is to say
+            write_quantization(folder, self._quantization)
 
     def load(self, name: str, folder: str | os.PathLike[str], optim: OptimConfig) -> None:
         """Creates an adapter from a PEFT folder: its config and weights, with a fresh optimizer.
@@ -663,7 +664,7 @@ class Engine(Batcher):
         Raises:
             ValueError: as `create_adapter`.
         """
-        warn_of_base(self.registry, name, folder)
+        warn_of_base(self.model, name, folder)
         self.create_adapter(name, None, optim, init_from=folder)
 
     def trace(self) -> tuple[list[Any], list[Entry]]:

@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from mlora.errors import first_line, is_out_of_memory, spelt_alike, unknown_option, unknown_value
+from mlora.errors import is_out_of_memory, spelt_alike, unknown_option, unknown_value
+from mlora.objectives.loss_folder import said_by
 from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
 from mlora.objectives.options import ObjectiveError, Takes
 
@@ -41,7 +42,7 @@ class FailuresOfLoss:
         own = isinstance(error, Exception) or type(error) is SystemExit
         if error is None or not own or isinstance(error, LossError) or is_out_of_memory(error):
             return
-        reason = f"{type(error).__name__}: {first_line(error)}{_meant(error)}{_where(error, self._place)}"
+        reason = f"{type(error).__name__}: {said_by(error)}{_meant(error)}{_where(error, self._place)}"
         raise LossError(f"objective: {self._name} failed: {reason}") from error
 
 

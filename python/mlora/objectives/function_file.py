@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from mlora.errors import first_line, spelt_alike
-from mlora.objectives.loss_folder import PACKAGE, LossFolder, digest_of
+from mlora.errors import spelt_alike
+from mlora.objectives.loss_folder import LossFolder, digest_of, said_by
 from mlora.objectives.options import ObjectiveError
 
 
@@ -109,9 +108,10 @@ class _FailuresOfImport:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception):
+        # exactly SystemExit: a signal's handler raises a class of its own
+        if error is None or not (isinstance(error, Exception) or type(error) is SystemExit):
             return
-        reason = re.sub(rf"{PACKAGE}\d+\.", "", first_line(error))
+        reason = said_by(error)
         if not isinstance(error, ImportError | AttributeError | OSError):
             reason = f"{type(error).__name__}: {reason}"
         module, _, function = self._name.rpartition(":")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,6 +19,8 @@ from itertools import count
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from mlora.errors import first_line
+
 PACKAGE = "mlora_losses_"
 _NUMBERS = count()
 _SHARED = {*sys.stdlib_module_names, "__main__", "mlora", "mlora_ext", "torch"}
@@ -27,6 +30,11 @@ _SHARED = {*sys.stdlib_module_names, "__main__", "mlora", "mlora_ext", "torch"}
 def digest_of(source: bytes) -> str:
     """Returns the SHA-256 of a file's code."""
     return hashlib.sha256(source).hexdigest()
+
+
+def said_by(error: BaseException) -> str:
+    """Returns the first line of an error, with the names that users gave the modules of a folder."""
+    return re.sub(rf"{PACKAGE}\d+\.", "", first_line(error))
 
 
 class LossFolder(SourceLoader):

@@ -49,7 +49,7 @@ def check_inputs(task: Task, checkpoint: Mapping[str, Any]) -> None:
 def inputs_of_sweep(config: RunConfig) -> dict[str, list[str]]:
     """Returns the SHA-256 of each file that trials of a sweep may begin with, by what messages call it.
 
-    These are data, the files of their own losses, and the weights in folders of `init_from`. A run without a
+    These are data, the files of their own losses, and the adapters in folders of `init_from`. A run without a
     sweep has none: its tasks have `fingerprints`.
 
     Raises:
@@ -64,7 +64,7 @@ def inputs_of_sweep(config: RunConfig) -> dict[str, list[str]]:
         with suppress(RunError):  # trials whose data cannot be read are refused
             found[f"the dataset {data.name} ({data.path})"] = [fingerprint(data.path)]
     for folder in config.sweep.folders:
-        files = sorted(Path(folder).glob("adapter_model.*"))
+        files = sorted([*Path(folder).glob("adapter_*.*"), *Path(folder).glob("labels.json")])
         found[f"init_from ({folder})"] = [fingerprint(file) for file in files]
     for sample in samples:
         with suppress(ObjectiveError):  # trials with this loss are refused

@@ -108,12 +108,15 @@ def prepare(
         reporter.fault(f"{', '.join(names)}: refused: {message}")
     for line in builder.warnings:
         reporter.warn(line)
+    told = len(builder.warnings)
     if not tasks and not config.sweep:
         raise RunError(_NOTHING)
     sweep = sweep_of(config, warn=reporter.warn)
     with ExitStack() as unless_prepared:
         with warnings_to(reporter), _disk_faults():
             trials = [] if tasks else _some_trials(config, builder, torch.device(device))
+            for line in builder.warnings[told:]:
+                reporter.warn(line)
             engine = make_engine(config, tasks or trials, member, trace)
             unless_prepared.callback(engine.close)
             loaded, placed = (_used_by_base(engine), engine.base_bytes()) if measure else (0, [])

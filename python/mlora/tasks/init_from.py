@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.config.lora_fields import build_lora
 from mlora.errors import RunError, first_line
-from mlora.model.quantization_file import read_quantization
+from mlora.model.stored_quantization import read_quantization
 from mlora_ext.nn.interop.quantization_file import PLAIN, doubt_of, method_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def check_init_from(
     except ValueError as error:
         raise RunError(f"init_from: {first_line(error)}") from error
     doubts += [doubt] if doubt else []
-    return [f"{adapter.name}: init_from: {each}" for each in doubts]
+    return [f"init_from: {each}" for each in doubts]
 
 
 def _same_base(one: str, other: str) -> bool:

@@ -192,7 +192,7 @@ class TaskBuilder:
         `datasets` were submitted together with the adapter. A RunError says what is wrong.
         """
         if adapter.init_from is not None:
-            self.warnings += check_init_from(adapter, self._base, self._config.quantization)
+            self._warn(adapter, *check_init_from(adapter, self._base, self._config.quantization))
         lora = None
         if adapter.init_from is None and self._config.method == "lora":
             try:
@@ -219,15 +219,12 @@ class TaskBuilder:
         total = adapter.max_steps if adapter.max_steps > 0 else plan.steps_of(adapter.num_train_epochs)
         optim = optim_config(adapter, total)
         if optim.warmup_steps > total and optim.lr_scheduler_type != "constant":  # it has no warm-up
-            self.warnings.append(
-                f"{adapter.name}: warmup_steps is {optim.warmup_steps}, but training ends at step {total}; "
-                f"the learning rate does not reach {optim.learning_rate:g}"
-            )
+            reached = f"the learning rate does not reach {optim.learning_rate:g}"
+            steps = f"warmup_steps is {optim.warmup_steps}, but training ends at step {total}"
+            self._warn(adapter, f"{steps}; {reached}")
         if read is not None and read.lora_dropout and reference_of(adapter.objective) is not None:
-            self.warnings.append(
-                f"{adapter.name}: lora_dropout is {read.lora_dropout:g}, and the reference has no dropout, "
-                "so rewards are noisy; TRL sets it to 0"
-            )
+            noisy = "the reference has no dropout, so rewards are noisy; TRL sets it to 0"
+            self._warn(adapter, f"lora_dropout is {read.lora_dropout:g}, and {noisy}")
         return Task(adapter, plan.seed, data, eval_data, plan, total, lora, optim)
 
     def ended(self, adapter: AdapterConfig, total_steps: int) -> Task:
@@ -238,12 +235,17 @@ class TaskBuilder:
             adapter, plan.seed, data, None, plan, total_steps, None, optim_config(adapter, total_steps)
         )
 
+    def _warn(self, adapter: AdapterConfig, *lines: str) -> None:
+        """Notes warnings of an adapter; of trials, each once for all of them."""
+        who = adapter.name if self._config.sweep is None else "sweep"
+        self.warnings += [line for each in lines if (line := f"{who}: {each}") not in self.warnings]
+
     def _find_labels(self, path: Path, task: str) -> FoundLabels:
         """Returns `find_labels`, read once for all adapters of a file."""
         return self._found_labels(path, task, self._version(path))
 
     def _version(self, path: str | Path) -> tuple[int, int] | None:
-        """Returns what tells a file from an earlier one, for submitted tasks; None: trials read the first."""
+        """Returns what tells a file from an earlier one at its path; None in a sweep, which reads it once."""
         if self._config.sweep is not None:
             return None
         with suppress(OSError):

@@ -305,6 +305,8 @@ def test_what_objectives_lack_is_said(faults: Faults, override: str, expected: s
 def test_a_4_bit_key_in_quantization_gets_one_line(faults: Faults) -> None:
     (line,) = faults(RUN, "quantization={load_in_4bit: true}")
     assert line.endswith(": quantization.load_in_4bit: unknown key; write `method: bnb-nf4` in its place")
+    (line,) = faults(RUN, "quantization={load_in_4bit: true, method: bnb-nf4}")
+    assert line.endswith(": quantization.load_in_4bit: unknown key; remove it")
 
 
 @pytest.mark.parametrize(
@@ -324,6 +326,16 @@ def test_formats_of_labels_are_named_to_heads_of_labels_only(
         f"adapters=[{ {'name': 'a', 'dataset': 'd', 'lora': {}, **more} }]",
     )
     assert f"objective cross_entropy needs a dataset of format {formats}, got 'preference'" in line
+
+
+def test_heads_of_labels_have_a_loss_of_their_own(faults: Faults) -> None:
+    for objective, format, expected in (
+        ("dpo", "text", "objective: task_type SEQ_CLS has a loss of its own; remove objective"),
+        ("cross_entropy", "preference", "needs a dataset of format classification, got 'preference'"),
+    ):
+        own = {"name": "a", "dataset": "d", "objective": objective, "lora": {"task_type": "SEQ_CLS"}}
+        (line,) = faults(RUN, f"datasets.d.format={format}", f"adapters=[{own}]")
+        assert line.endswith(expected)
 
 
 def test_a_key_in_the_wrong_place_of_a_search_is_named_once(faults: Faults) -> None:

@@ -62,7 +62,7 @@ def test_digests_cover_what_the_file_imports_from_its_folder(tmp_path: Path) -> 
     assert changed_source(name) == str(files[0])
 
 
-def test_standard_and_installed_modules_are_not_hidden(tmp_path: Path) -> None:
+def test_standard_modules_and_torch_are_not_hidden(tmp_path: Path) -> None:
     text = "import json, torch\ndef loss(rows):\n    return -torch.abs(rows.sums()) * len(json.dumps([1]))\n"
     write(tmp_path, loss=text, json="raise RuntimeError", torch="raise RuntimeError")
     assert loss_of(tmp_path) == -9.0

@@ -159,6 +159,26 @@ def test_one_that_ends_python_stops_its_own_adapter(
     assert result.adapters["second"].state == "finished"
 
 
+def test_a_file_that_ends_python_when_it_is_imported(tiny_base: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nsys.exit('usage: script DATA')\n")
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"objective": "script:loss"}
+    with pytest.raises(RunError, match=r"script\.py:loss: cannot be imported: SystemExit: usage: script DATA$"):
+        resolve_config(data, folder=tmp_path)
+
+
+def test_errors_name_modules_as_their_files_are_called(tiny_base: Path, tmp_path: Path) -> None:
+    (tmp_path / "beside_late.py").write_text("")
+    (tmp_path / "late.py").write_text(
+        "import beside_late\nleft = [None] * 3\ndef loss(rows):\n"
+        "    left.pop() if left else beside_late.g()\n    return -rows.sums()\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"] = [data["adapters"][0] | {"objective": "late:loss"}]
+    message = mlora.train(resolve_config(data, folder=tmp_path)).adapters["first"].message
+    assert "module 'beside_late' has no attribute 'g'" in message
+
+
 class OfShape(Objective):
     def loss(self, log_p: Tensor, lengths: Sequence[int]) -> LossOfOwner:
         return LossOfOwner(-log_p.sum().reshape(1))

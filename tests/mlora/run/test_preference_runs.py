@@ -79,6 +79,18 @@ def test_dropout_beside_a_reference_is_warned_of(tiny_base: Path, tmp_path: Path
     assert [line for line in told.lines if "dropout" in line] == [f"goes-on: {said}"]
 
 
+def test_trials_are_warned_of_dropout_once(tiny_base: Path, tmp_path: Path) -> None:
+    data = preference_data(tiny_base, tmp_path)
+    own = {key: value for key, value in data.pop("adapters")[0].items() if key not in ("name", "objective")}
+    own |= {"max_steps": 1, "lora": {"r": 2, "lora_dropout": 0.2, "target_modules": ["q_proj"]}}
+    space = {"objective": {"beta": {"choice": [0.1, 0.2, 0.3]}}}
+    data["sweep"] = {"sampler": "grid", "adapter": own | {"objective": {"name": "dpo"}}, "search": space}
+    mlora.train(resolve_config(data, folder=tmp_path), reporter=(told := Watching()))
+    lines = [line for line in told.lines if "dropout" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("sweep: lora_dropout is 0.2, and the reference has no dropout")
+
+
 @pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_run_trains_and_resumes_bit_for_bit(tiny_base: Path, tmp_path: Path, stages: int) -> None:
     run = train_and_resume(preference_data(tiny_base, tmp_path, stages), tmp_path)

@@ -202,7 +202,7 @@ def test_a_loss_that_was_edited_before_another_sweep(data: dict[str, Any], tmp_p
         sweep(data, tmp_path, "other")
 
 
-@pytest.mark.parametrize("what", ["data", "init_from"])
+@pytest.mark.parametrize("what", ["data", "adapter_model.safetensors", "adapter_config.json"])
 def test_what_its_trials_begin_with_changes(what: str, data: dict[str, Any], tmp_path: Path) -> None:
     """None of the trials is alive at the checkpoint."""
     of_sweep = data["sweep"]["adapter"]
@@ -219,13 +219,9 @@ def test_what_its_trials_begin_with_changes(what: str, data: dict[str, Any], tmp
     data["sweep"]["adapter"]["init_from"] = str(folder)
     data["sweep"]["search"] = {"learning_rate": {"choice": [1e-3, 2e-3, 3e-3]}}
     assert sweep(data, tmp_path, reporter=Watching({("trial-1", 2): interrupt})).status == "interrupted"
-    path = (
-        folder / "adapter_model.safetensors"
-        if what == "init_from"
-        else tmp_path / f"{of_sweep['dataset']}.jsonl"
-    )
+    path = tmp_path / f"{of_sweep['dataset']}.jsonl" if what == "data" else folder / what
     kept = path.read_bytes()
-    path.write_bytes(kept + (b" " if what == "init_from" else kept.splitlines(keepends=True)[0]))
+    path.write_bytes(kept + (b" " if what != "data" else kept.splitlines(keepends=True)[0]))
     with pytest.raises(RunError, match=r"sweep: .* changed since the checkpoint, and its trials could not"):
         resume(tmp_path / "run")
     path.write_bytes(kept)

@@ -75,6 +75,13 @@ def test_a_base_that_is_stored_quantised_needs_no_file(base: Path, tmp_path: Pat
     assert written(loaded(tmp_path / "stored"), tmp_path / "a") is None
 
 
+def test_an_engine_over_such_a_model_writes_it(base: Path, tmp_path: Path) -> None:
+    with Engine(loaded(base, NF4)) as engine:
+        engine.create_adapter("a", LoraConfig(r=2), OptimConfig(total_steps=1))
+        engine.save("a", tmp_path / "a")
+    assert json.loads((tmp_path / "a" / "quantization.json").read_text())["method"] == "bnb-nf4"
+
+
 def test_what_the_file_cannot_say_is_told(base: Path, tmp_path: Path) -> None:
     how = transformers_config(QuantizationConfig(method="bnb-int8"), torch.float32)
     how.llm_int8_skip_modules = ["lm_head", "up_proj"]

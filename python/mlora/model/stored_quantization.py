@@ -1,4 +1,4 @@
-"""`quantization.json` in an adapter's folder: how the base was quantised over which it was trained.
+"""Writes and reads the `quantization.json` of a run's adapters; its keys are those of `quantization`.
 
 PEFT's config names the base model, and has no place for this.
 """
@@ -18,12 +18,9 @@ from mlora.errors import first_fault, first_line
 from mlora_ext.nn.interop.quantization_file import QUANTIZATION
 
 
-def write_quantization(folder: str | os.PathLike[str], chosen: QuantizationConfig | None) -> None:
-    """Writes the file durably, with the keys of a run's `quantization`; removes it if the base was plain."""
+def write_quantization(folder: str | os.PathLike[str], chosen: QuantizationConfig) -> None:
+    """Writes the file durably."""
     path = Path(folder) / QUANTIZATION
-    if chosen is None:
-        path.unlink(missing_ok=True)
-        return
     temporary = path.with_name(f".{QUANTIZATION}.tmp")
     temporary.write_text(json.dumps(chosen.model_dump(exclude_defaults=True)) + "\n", encoding="utf-8")
     sync_path(temporary)
