@@ -1,27 +1,38 @@
-"""Sets the base model's dropouts to 0, with one warning."""
+"""Sets the base model's dropouts to 0."""
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
+
+from .warn_caller import warn_caller
 
 _RANDOM = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop", "jitter_noise")
 
 
 def stop_base_dropout(model: nn.Module) -> None:
-    """Sets every base dropout to 0: one mask for a whole batch makes its adapters depend on each other."""
+    """Does what `zero_base_dropout` does, and warns of it."""
+    warn_of_stopped_dropouts(zero_base_dropout(model))
+
+
+def zero_base_dropout(model: nn.Module) -> int:
+    """Sets every base dropout to 0: one mask for a whole batch makes its adapters depend on each other.
+
+    Returns how many were not 0.
+    """
     stopped = 0
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             module.p = 0.0
             stopped += 1
         stopped += _zero_dropout_fields(module)
-    stopped += _zero_dropout_fields(getattr(model, "config", None))
+    return stopped + _zero_dropout_fields(getattr(model, "config", None))
+
+
+def warn_of_stopped_dropouts(stopped: int) -> None:
+    """Warns of dropouts that were set to 0, if there are any."""
     if stopped:
-        warnings.warn(
-            f"{stopped} dropouts of the base model were set to 0; use lora_dropout to regularise an adapter",
-            stacklevel=3,
+        warn_caller(
+            f"{stopped} dropouts of the base model were set to 0; use lora_dropout to regularise an adapter"
         )
 
 

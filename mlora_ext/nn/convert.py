@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from . import checkpointing, forward
 from .adapter_layer import AdapterLayer
 from .adapter_weights import write_weights
 from .add_remove import convert_layers, join, plan_adapter, refuse_state, regroup
-from .base_dropout import stop_base_dropout
+from .base_dropout import warn_of_stopped_dropouts, zero_base_dropout
 from .batch_statistics import refuse_batch_statistics, stop_batch_statistics, warn_of_whole_batches
 from .idle_targets import warn_of_idle_targets
 from .interop import adapter_interface
@@ -71,6 +72,19 @@ def convert_model(
     return model
 
 
+@dataclass
+class Stopped:
+    """How many modules of a base a conversion stopped, of which it warns.
+
+    Attributes:
+        dropouts: were set to 0.
+        batch_norms: stay in evaluation mode.
+    """
+
+    dropouts: int
+    batch_norms: int
+
+
 def convert_silently(
     model: nn.Module,
     adapters: Mapping[str, LoraConfig],
@@ -78,8 +92,8 @@ def convert_silently(
     seed: int = 0,
     autocast_adapter_dtype: bool = True,
     every_linear: bool = False,
-) -> int:
-    """Does what `convert_model` does but warn; returns how many batch normalisations it stopped."""
+) -> Stopped:
+    """Does what `convert_model` does but warn; returns what `warn_of_conversion` needs."""
     if not isinstance(adapters, Mapping):
         raise ValueError(
             f"adapters: expected configs by name, {{'a': LoraConfig(...)}}, got {type(adapters).__name__}"
@@ -95,8 +109,7 @@ def convert_silently(
     refuse_batch_statistics(model)
     model.__dict__["mlora_router"] = Router()
     model.requires_grad_(False)
-    stop_base_dropout(model)
-    stopped = stop_batch_statistics(model)
+    stopped = Stopped(zero_base_dropout(model), stop_batch_statistics(model))
     forward.install(model)
     checkpointing.install(model)
     adapter_interface.install(model)
@@ -109,9 +122,10 @@ def convert_silently(
     return stopped
 
 
-def warn_of_conversion(model: nn.Module, adapters: Mapping[str, LoraConfig], stopped: int) -> None:
+def warn_of_conversion(model: nn.Module, adapters: Mapping[str, LoraConfig], stopped: Stopped) -> None:
     """Gives the warnings of `convert_model`; one may be an error, so the model must be complete before."""
-    warn_of_whole_batches(model, stopped)
+    warn_of_stopped_dropouts(stopped.dropouts)
+    warn_of_whole_batches(model, stopped.batch_norms)
     warn_of_idle_targets(model, adapters)
     warn_of_trained_parts(model, adapters)
 

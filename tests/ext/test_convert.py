@@ -2,11 +2,15 @@
 
 import copy
 import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from models import VOCABULARY, copy_weights, gpt2, llama, norm_in_any_dtype, peft_model, token_ids
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tolerances import assert_as_exact, assert_same_up_to_rounding, in_other_orders
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -227,6 +231,56 @@ def test_base_dropout_is_stopped_with_one_warning() -> None:
     assert (base.config.attention_dropout, base.config.dropout_layers) == (0.0, 2)
     ids = token_ids(1, 9)
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def small_with_dropout() -> nn.Module:
+    return nn.Sequential(OrderedDict(lin=nn.Linear(4, 4), drop=nn.Dropout(0.1)))
+
+
+def by_convert(base: nn.Module, folder: Path) -> None:
+    mx.convert_model(base, {"one": LoraConfig(r=2, target_modules=["lin"])})
+
+
+def by_from_peft(base: nn.Module, folder: Path) -> None:
+    mx.from_peft(get_peft_model(base, LoraConfig(r=2, target_modules=["lin"]), "one"))
+
+
+def by_load(base: nn.Module, folder: Path) -> None:
+    mx.load_adapter(base, "one", folder)
+
+
+WAYS = [by_convert, by_from_peft, by_load]
+
+
+@pytest.fixture
+def saved_adapter(tmp_path: Path) -> Path:
+    base = small_with_dropout()
+    base.drop.p = 0.0
+    by_convert(base, tmp_path)
+    mx.save_adapter(base, "one", tmp_path / "one")
+    return tmp_path / "one"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_warning_of_dropouts_names_the_callers_line(
+    way: Callable[[nn.Module, Path], None], saved_adapter: Path
+) -> None:
+    with pytest.warns(UserWarning, match="dropouts of the base model were set to 0") as caught:
+        way(small_with_dropout(), saved_adapter)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_warning_of_dropouts_that_is_an_error_leaves_a_whole_model(
+    way: Callable[[nn.Module, Path], None], saved_adapter: Path
+) -> None:
+    base = small_with_dropout()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="dropouts of the base model were set to 0"):
+            way(base, saved_adapter)
+    assert mx.adapter_parameters(base, "one")
+    base(torch.ones(2, 4), adapter_names=["one", "__base__"])
 
 
 REFUSED = [
