@@ -205,16 +205,19 @@ def _plain_copy(module: nn.Module) -> nn.Module:
 
 
 def _in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Returns a module with the same parts, whose parameters are those of `module` in another dtype.
+    """Returns a module with the same parts, whose parameters and floating buffers have another dtype.
 
     Batch normalisation stays as it is: it takes rows of every dtype, and its buffers must follow its rows.
     """
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return module
-    parts, own = module._modules.items(), module._parameters.items()
+    parts, own, buffers = module._modules.items(), module._parameters.items(), module._buffers.items()
     view = copy.copy(module)
     view.__dict__["_modules"] = {key: None if part is None else _in_dtype(part, dtype) for key, part in parts}
     view.__dict__["_parameters"] = {key: None if p is None else p.to(dtype) for key, p in own}
+    view.__dict__["_buffers"] = {
+        key: b.to(dtype) if b is not None and b.is_floating_point() else b for key, b in buffers
+    }
     return view
 
 
