@@ -89,8 +89,9 @@ class OverModule(AdapterLayer):
             if base is None:
                 raise
             return getattr(base, name)
-        own = base is not None and (name in base._parameters or name in base._modules)
-        return self._read_from_outside(name, found) if own and found is not None else found
+        part = base is not None and (name in base._parameters or name in base._modules)
+        read = part and found is not None and self.has_own(name)
+        return self._read_from_outside(name, found) if read else found
 
     def _read_from_outside(self, name: str, found: Any) -> Any:
         trained = {adapter for adapter, spec in self.specs.items() if spec.kind in TRAINED_PARTS}
@@ -145,6 +146,10 @@ class OverModule(AdapterLayer):
         """Returns x times the transpose of an adapter's own matrix, for the base's `weight`."""
         own: Tensor = self.own_part(adapter, name)
         return x @ own.to(weight).t()
+
+    def has_own(self, name: str) -> bool:
+        """Whether adapters have something in place of a parameter or part of the base."""
+        return True
 
     def own_part(self, adapter: str, name: str) -> Any:
         """Returns what an adapter has in place of a parameter or part of the base."""
@@ -203,11 +208,13 @@ class RowSource:
     specs: dict[str, LayerSpec]
     received: Mapping[str, Tensor] = MappingProxyType({})
 
+    def has_own(self, name: str) -> bool:
+        """Whether adapters have something in place of a part of the base: only of the weight."""
+        return name == "weight"
+
     def own_part(self, adapter: str, name: str) -> Any:
-        """Returns the weight with the rows that an adapter trains; other parts are the base's."""
+        """Returns the weight with the rows that an adapter trains."""
         part: Any = getattr(self.base, name)
-        if name != "weight":
-            return part
         index = torch.tensor(self.specs[adapter].tokens, device=part.device)
         return part.index_copy(0, index, self.trained_rows(adapter).to(part.dtype))
 

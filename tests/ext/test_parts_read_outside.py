@@ -188,6 +188,28 @@ def test_packed_rows_of_several_adapters_read_their_own() -> None:
         assert_same_up_to_rounding(mixed[own].detach(), peft(tokens[own]).detach(), name)
 
 
+def test_a_mixed_batch_adds_the_bias_of_a_head_of_which_rows_are_trained() -> None:
+    class Adds(PlainReader):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(D, V)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            h = torch.tanh(self.body(self.embed(input_ids)))
+            return F.linear(h, self.out.weight, self.out.bias) + self.out.bias.exp()
+
+    config = lora(target_modules=["body"], trainable_token_indices={"out": [1, 2]})
+    ours = mx.convert_model(Adds(), {"a": config, "b": config})
+    for name in "ab":
+        for parameter in mx.adapter_parameters(ours, name).values():
+            parameter.data.normal_()
+    tokens, names = ids(), ["b", "a", "__base__"]
+    mixed = ours(input_ids=tokens, adapter_names=names)
+    for row, name in enumerate(names):
+        alone = ours(input_ids=tokens[row : row + 1], adapter_names=[name])
+        assert_same_up_to_rounding(mixed[row].detach(), alone[0].detach(), name)
+
+
 class Outer(nn.Module):
     """Calls its only part."""
 
@@ -272,6 +294,29 @@ def test_parts_beside_a_half_precision_base(reads_head: bool) -> None:
         mine.float().square().mean((1, 2)).sum().backward()
         theirs.float().square().mean((1, 2)).sum().backward()
         assert_same_gradients(ours, peft, name, 5e-2)
+
+
+def test_a_part_with_buffers_beside_a_half_precision_base() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(D))
+            self.register_buffer("scale", torch.rand(D), persistent=False)
+            self.register_buffer("order", torch.randperm(D), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight * self.scale)[..., self.order]
+
+    model = Reader(reads_head=True)
+    model.head.inner = nn.Sequential(Scaled(), nn.Linear(D, D))  # type: ignore[assignment]
+    ours, peft = both(model.bfloat16(), modules_to_save=["head"])
+    tokens = ids()
+    for name in "ab":
+        peft.set_adapter(name)
+        mine, theirs = ours(input_ids=tokens, adapter_names=[name] * 3), peft(tokens)
+        assert mine.dtype == theirs.dtype == torch.bfloat16
+        assert_same_up_to_rounding(mine.detach().float(), theirs.detach().float(), name, 2e-2)
+    assert ours.head.modules_to_save.of("a").inner[0].scale.dtype == torch.float32
 
 
 def test_a_part_with_batch_normalisation_beside_a_half_precision_base() -> None:
