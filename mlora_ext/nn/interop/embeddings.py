@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+from ..warn_caller import warn_caller
 
 
 def resized_embeddings(model: nn.Module, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -32,10 +33,9 @@ def resized_embeddings(model: nn.Module, state_dict: Mapping[str, Tensor] | None
         found = {key: state_dict[key].detach() for key in found if key in state_dict}
     found = {key: tensor for key, tensor in found.items() if not tensor.is_meta}
     if found:
-        warnings.warn(
+        warn_caller(
             f"the model's vocabulary has {own} tokens, that of the base in {config._name_or_path} has "
-            f"{stored}: {', '.join(found)} are saved with the adapter",
-            stacklevel=2,
+            f"{stored}: {', '.join(found)} are saved with the adapter"
         )
     return found
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from ..targets import low_rank, portable_targets
 from .body_names import body_names, renamed_keys
 from .embeddings import resized_embeddings
 from .label_files import LABELS, label_file
-from .quantization_file import QUANTIZATION, quantization_file
+from .quantization_file import QUANTIZATION, quantization_file, warn_of_unsaid
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -38,9 +37,10 @@ def save_adapter(
     """Writes an adapter as a folder that `PeftModel.from_pretrained` loads.
 
     Embeddings with another number of rows than in the base's folder are saved with it, with a warning. Over a
-    base that Transformers quantised while it loaded, the folder has `quantization.json`, too. All
-    files are first written under a temporary name beside the folder and then renamed. A new folder appears
-    whole or not at all. In an existing folder the adapter's files are replaced and other files stay.
+    base that Transformers quantised while it loaded, the folder has `quantization.json`, too. If that file
+    cannot hold how the base is quantised, there is none, and a warning at the end says so. All files are
+    first written under a temporary name beside the folder and then renamed. A new folder appears whole or
+    not at all. In an existing folder the adapter's files are replaced and other files stay.
 
     Args:
         model: converted by `convert_model`.
@@ -59,6 +59,7 @@ def save_adapter(
         >>> PeftModel.from_pretrained(base, "out/a")
     """
     write_folder(model, name, folder, weights, resized_embeddings(model))
+    warn_of_unsaid(model)
 
 
 def write_folder(
@@ -68,7 +69,10 @@ def write_folder(
     weights: Mapping[str, Tensor] | None,
     embeddings: Mapping[str, Tensor],
 ) -> None:
-    """Does `save_adapter` with these embeddings, `{"model.embed_tokens.weight": [vocabulary, d]}`."""
+    """Does `save_adapter` with these embeddings, `{"model.embed_tokens.weight": [vocabulary, d]}`.
+
+    It does not warn.
+    """
     router_of(model).check_names("name", [name])
     target = Path(folder)
     if target.exists() and not target.is_dir():
@@ -191,11 +195,9 @@ def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor
     labels = label_file(router_of(model).adapters[name].config)
     if labels is not None:
         (folder / LABELS).write_text(labels, encoding="utf-8")
-    quantization, lacking = quantization_file(model)
+    quantization = quantization_file(model)
     if quantization is not None:
         (folder / QUANTIZATION).write_text(quantization, encoding="utf-8")
-    elif lacking:
-        warnings.warn(f"{lacking}; load the base so yourself", stacklevel=2)
     for file in folder.iterdir():
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())

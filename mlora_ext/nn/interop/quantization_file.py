@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,34 @@ from typing import Any
 from torch import nn
 
 from ...frozen.quantized.families import is_quantized
+from ..warn_caller import warn_caller
 
 QUANTIZATION = "quantization.json"
 PLAIN = "plain"
+_SKIPPED = ("llm_int8_skip_modules", "modules_to_not_convert")
+"""Transformers' fields that name layers of the base that stay plain; a run's `quantization` has none."""
 
 
-def quantization_file(model: nn.Module) -> tuple[str | None, str]:
-    """Returns the content of `quantization.json` for a model, and why there is none although it needs one.
+def quantization_file(model: nn.Module) -> str | None:
+    """Returns the content of `quantization.json` for a model; None if it needs no file, or none can hold it.
 
     The keys are those of a run's `quantization`. A plain base and a checkpoint that is stored quantised need
     no file: the name of the base says all.
     """
-    quantizer = _quantizer_of(model)
-    if quantizer is None or quantizer.pre_quantized:
-        return None, ""
-    said = quantizer.quantization_config.to_dict()
-    fields = _fields(said)
-    if fields is None:
-        return None, f"quantization.json cannot say how this base is quantised: {method_of(said)} with {said}"
-    return json.dumps(fields) + "\n", ""
+    said = _said_of(model)
+    fields = None if said is None or _unsaid(said) else _fields(said)
+    return None if fields is None else json.dumps(fields) + "\n"
+
+
+def warn_of_unsaid(model: nn.Module) -> None:
+    """Warns of fields of a base's quantisation for which `quantization.json` has no keys."""
+    said = _said_of(model)
+    if said is not None and quantization_file(model) is None:
+        fields = ", ".join(f"{key}={value!r}" for key, value in _unsaid(said).items())
+        how = f"{method_of(said)} with {fields}" if fields else method_of(said)
+        warn_caller(
+            f"{QUANTIZATION} cannot say how this base is quantised: {how}; load the base with this yourself"
+        )
 
 
 def doubt_of(folder: str | os.PathLike[str], method: str | None) -> str | None:
@@ -59,7 +67,7 @@ def warn_of_base(model: nn.Module, name: str, folder: str | os.PathLike[str]) ->
     """Warns of an adapter's folder that was written over a base of another method; see `doubt_of`."""
     doubt = doubt_of(folder, method_in(model))
     if doubt:
-        warnings.warn(f"adapter {name!r}: {doubt}", stacklevel=3)
+        warn_caller(f"adapter {name!r}: {doubt}")
 
 
 def method_in(model: nn.Module) -> str | None:
@@ -83,11 +91,27 @@ def method_of(said: Mapping[str, Any]) -> str:
     return f"torchao-{known.get(name, name)}"
 
 
-def _fields(said: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns what a run's `quantization` holds for Transformers' config; None if it has no words for it."""
-    method = method_of(said)
-    if said.get("llm_int8_skip_modules") or said.get("modules_to_not_convert"):
+def _said_of(model: nn.Module) -> dict[str, Any] | None:
+    """Returns Transformers' config of a base that was quantised while it was loaded; None for others."""
+    quantizer = _quantizer_of(model)
+    if quantizer is None or quantizer.pre_quantized:
         return None
+    said: dict[str, Any] = quantizer.quantization_config.to_dict()
+    return said
+
+
+def _unsaid(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields of Transformers' config, but for the method, that a run's `quantization` cannot hold."""
+    fields = said if _fields(said) is None else {key: said.get(key) for key in _SKIPPED}
+    return {key: value for key, value in fields.items() if value and key != "quant_method"}
+
+
+def _fields(said: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns what a run's `quantization` holds for Transformers' config, but for layers that stay plain.
+
+    None if it has no words for it.
+    """
+    method = method_of(said)
     if method == "bnb-int8":
         return {"method": method}
     if method in ("bnb-nf4", "bnb-fp4"):

@@ -7,7 +7,6 @@ Trainer reads a checkpoint of any model but a `PeftModel` from `model.safetensor
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from torch import Tensor, nn
 
 from ..adapter_weights import adapter_layers, adapter_parameters, saved_tensors
 from ..routing.router import router_of
+from ..warn_caller import warn_caller
 from .embeddings import resized_embeddings
 from .peft_folder import write_folder
+from .quantization_file import warn_of_unsaid
 
 _FILE = "model.safetensors"
 _STEP = "mlora_router.step"
@@ -89,6 +90,7 @@ def save(
         write_folder(model, name, folder / name if inside else folder, weights, embeddings)
         resumed |= {mine: tensors[key] for mine, key in _peft_keys(model, name).items() if key in tensors}
     _write(folder / _FILE, resumed)
+    warn_of_unsaid(model)
 
 
 def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -99,10 +101,9 @@ def _trained_base(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> 
     found = {key: source[key].detach().clone() for key in trained if key in source}
     if found:
         some = [*list(found)[:3], *(["..."] if len(found) > 3 else [])]
-        warnings.warn(
+        warn_caller(
             f"{', '.join(some)}: trained parts of the base model are saved in {_FILE}: Trainer resumes from "
-            "it, PEFT loads the adapters only",
-            stacklevel=4,
+            "it, PEFT loads the adapters only"
         )
     return found
 
