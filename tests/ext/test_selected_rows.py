@@ -140,17 +140,27 @@ def test_an_interrupt_inside_leaves_nothing_behind() -> None:
     assert torch.equal(model(**given, adapter_names=NAMES).logits, expected)
 
 
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
 @pytest.mark.parametrize("names", [NAMES, ["a"] * 4])
-def test_too_little_memory_to_follow_rows_is_said(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_to_follow_rows_is_said(
+    names: list[str], error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, given = mx.convert_model(switch(), lora(0.4)).train(), batch()
     model(**given, adapter_names=names)
 
     def fails(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(selected_rows, "_numbers_of_parts", fails)
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+    with pytest.raises(RuntimeError) as caught:
         model(**given, adapter_names=names)
+    assert caught.value is error
 
 
 def test_masks_that_cannot_follow_samples_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +173,18 @@ def test_masks_that_cannot_follow_samples_are_refused(monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match=r"experts: cannot tell which of its rows its parts get.*ValueError"):
         model(**given, adapter_names=["a"] * 4)
     model.eval()(**given, adapter_names=["a"] * 4)
+
+
+def test_only_the_batchs_own_dropout_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = {"a": lora()["a"], "b": lora(0.4)["a"]}
+    model, given = mx.convert_model(switch(), configs).train(), batch()
+    calls = []
+    monkeypatch.setattr(selected_rows, "_numbers_of_parts", lambda *_: calls.append(1) or 1 / 0)
+    model(**given, adapter_names=["a"] * 4)
+    model(**given, adapter_names=["__base__"] * 4)
+    assert not calls
+    with pytest.raises(ValueError, match="cannot tell which of its rows"):
+        model(**given, adapter_names=["b"] * 4)
 
 
 def test_other_containers_are_refused_still() -> None:

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .trial_passes import FAILURES, Observer, TrialPasses
+from .trial_passes import FAILURES, Observer, TrialPasses, is_out_of_memory
 
 CLEAN, CHANGED, CHANGED_16_BITS = 4, 64, 16
 BESIDE, BESIDE_16_BITS = 2**-10, 2**-4
@@ -94,9 +94,9 @@ def find_places(passes: TrialPasses, sizes: Sequence[float]) -> Places:
     """
     try:
         plain = passes.changed[0]
-    except torch.OutOfMemoryError:
-        raise
     except FAILURES as error:
+        if is_out_of_memory(error):
+            raise
         return {EVERY: f"the model failed in a trial pass ({type(error).__name__}: {error})"}
     inputs = {(layer, len(shape)): None for layer, calls in plain.seen.items() for shape, _ in calls}
     return {one: _find_place(passes, *one, sizes) for one in inputs}

@@ -21,7 +21,7 @@ from ...ops.segments import SegmentLayout
 from ..adapter_layer import AdapterLayer
 from .route import Route
 from .samples import SampleDim
-from .trial_passes import FAILURES, Observer
+from .trial_passes import FAILURES, Observer, is_out_of_memory
 
 _CONTAINERS = (
     "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformersExperts",
@@ -70,9 +70,9 @@ class SelectedRows:
         try:
             place = route.place_in(self.name, x)
             numbers = _numbers_of_parts(container, x, args[1:], kwargs)
-        except torch.OutOfMemoryError:
-            raise
         except FAILURES as error:
+            if is_out_of_memory(error):
+                raise
             if route.mixed:
                 return  # each layer refuses its own input
             raise ValueError(
@@ -96,11 +96,17 @@ def _is_needed(route: Route, layers: Sequence[AdapterLayer]) -> bool:
     if not route.samples:
         return False
     if not route.mixed:
-        return any(layer.training and any(layer.group.dropout) for layer in layers)
+        return any(layer.training and _drops(layer, route) for layer in layers)
     if route.places is None:
         return False
     known = {layer for (layer, _), place in route.places.items() if isinstance(place, SampleDim)}
     return not known.issuperset(layer.name for layer in layers)
+
+
+def _drops(layer: AdapterLayer, route: Route) -> bool:
+    """Whether an adapter of the route drops a part of a layer's input."""
+    dropout = dict(zip(layer.group.adapters, layer.group.dropout, strict=True))
+    return any(dropout.get(name, 0) > 0 for name in route.owners)
 
 
 class _NextRoute:

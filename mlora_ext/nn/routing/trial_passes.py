@@ -30,7 +30,12 @@ FAILURES = (
     AssertionError,
     ArithmeticError,
 )
-"""What a model may raise for a batch that it was not made for."""
+"""What a model may raise for a batch that it was not made for; also where memory runs out."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; torch's allocator on the CPU has no exception type for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @dataclass(eq=False)
@@ -95,10 +100,8 @@ class TrialPasses:
         """
         try:
             return self._changed(_as_it_is)
-        except torch.OutOfMemoryError:
-            raise
-        except FAILURES:
-            if not self._states:
+        except FAILURES as error:
+            if is_out_of_memory(error) or not self._states:
                 raise
             self._states = set()  # states such as probabilities cannot take every value
             return self._changed(_as_it_is)
@@ -186,9 +189,9 @@ def _unless_it_fails(passes: Callable[[], list[Observer]]) -> list[Observer]:
     """Returns these passes; an empty list if the model refuses such a batch."""
     try:
         return passes()
-    except torch.OutOfMemoryError:
-        raise
-    except FAILURES:
+    except FAILURES as error:
+        if is_out_of_memory(error):
+            raise
         return []
 
 
