@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,16 +29,20 @@ BACKENDS = [
 SMALL_TABLE = 4
 
 
+def case(backend: Any, *more: Any, slow: bool) -> Any:
+    """A test's parameters; slow ones of `triton`, which runs in an interpreter, are nightly."""
+    name, marks = (backend, ()) if isinstance(backend, str) else (*backend.values, backend.marks)
+    nightly = (pytest.mark.nightly,) if slow and name == "triton" else ()
+    return pytest.param(name, *more, marks=(*marks, *nightly), id="-".join(map(str, (name, *more))))
+
+
+QUICK = [case(backend, slow=True) for backend in BACKENDS]
+"""All of them; `triton` is nightly."""
+
+
 def by_dtype(backends: list, dtypes: list[torch.dtype], quick: torch.dtype) -> list:
-    """Backends and dtypes; of `triton`, whose interpreter is slow, all but `quick` are nightly."""
-    found = []
-    for backend in backends:
-        name, marks = (backend, ()) if isinstance(backend, str) else (*backend.values, backend.marks)
-        for dtype in dtypes:
-            slow = name == "triton" and dtype != quick
-            more = (*marks, pytest.mark.nightly) if slow else marks
-            found.append(pytest.param(name, dtype, marks=more, id=f"{name}-{dtype}"))
-    return found
+    """Backends and dtypes; of `triton` all but `quick` are nightly."""
+    return [case(one, dtype, slow=dtype != quick) for one in backends for dtype in dtypes]
 
 
 def load_emulator() -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from backends import BACKENDS, serving
+from backends import QUICK, serving
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor
 
@@ -20,7 +20,6 @@ RANKS, SCALING = (3, 7, 2), (2.0, 0.5, 1.0)
 
 
 # Triton's interpreter takes seconds for each of these
-QUICK = [one if one != "triton" else pytest.param(one, marks=pytest.mark.nightly) for one in BACKENDS]
 
 
 @pytest.fixture(params=QUICK, autouse=True)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from backends import BACKENDS, serving
+from backends import BACKENDS, QUICK, serving
 from cases import Case, assert_right, make
 from models import assert_same, converted, gradients, token_ids
 from peft import LoraConfig
@@ -20,8 +20,6 @@ from mlora_ext.nn.bank import AdapterBank
 from mlora_ext.nn.linear import MultiLoRALinear
 from mlora_ext.ops.functional import lora_linear_held
 from mlora_ext.ops.held import HeldAdapters, Updates, hold
-
-QUICK = [one if one != "triton" else pytest.param(one, marks=pytest.mark.nightly) for one in BACKENDS]
 
 
 @pytest.fixture(params=BACKENDS, autouse=True)
