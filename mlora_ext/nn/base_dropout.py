@@ -9,11 +9,6 @@ from .warn_caller import warn_caller
 _RANDOM = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop", "jitter_noise")
 
 
-def stop_base_dropout(model: nn.Module) -> None:
-    """Does what `zero_base_dropout` does, and warns of it."""
-    warn_of_stopped_dropouts(zero_base_dropout(model))
-
-
 def zero_base_dropout(model: nn.Module) -> int:
     """Sets every base dropout to 0: one mask for a whole batch makes its adapters depend on each other.
 

@@ -6,6 +6,7 @@ A stage's tensors are read from the checkpoint by name, never those of other sta
 from __future__ import annotations
 
 import hashlib
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from mlora.model.quantization import finish_reading, prepare_skeleton, quantizer
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora_ext.frozen.quantized.families import family_of
 from mlora_ext.library import check_library
-from mlora_ext.nn.base_dropout import stop_base_dropout
+from mlora_ext.nn.base_dropout import zero_base_dropout
 
 _SAMPLE = 1 << 16  # bytes
 
@@ -161,7 +162,8 @@ def load_trained(
     if model.dtype != dtype:
         raise ValueError(f"base_model: expected weights of dtype {dtype}, got {model.dtype}")
     model.requires_grad_(True)
-    stop_base_dropout(model)
+    if stopped := zero_base_dropout(model):
+        warnings.warn(f"{stopped} dropouts of the base model were set to 0", stacklevel=2)
     base = take_apart(model)
     base.stream = None if streamed is None else streamed.stream
     return base
