@@ -22,13 +22,6 @@ class MemoryLimitError(ValueError):
     """Something does not fit into an engine's memory limit; the message says how much would."""
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; torch's allocator on the CPU has no exception type for it."""
-    from torch import OutOfMemoryError
-
-    return isinstance(error, MemoryError | OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
 def spelt_alike(word: str, words: Sequence[str], alike: float = 0.6) -> str | None:
     """Returns the most similarly spelt of `words`, or None if no similarity reaches `alike` (0 to 1)."""
     by_case = {each.lower(): each for each in words}

@@ -18,7 +18,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .trial_passes import FAILURES, Observer, TrialPasses, is_out_of_memory
+from ...out_of_memory import is_out_of_memory
+from .trial_passes import FAILURES, Observer, TrialPasses
 
 CLEAN, CHANGED, CHANGED_16_BITS = 4, 64, 16
 BESIDE, BESIDE_16_BITS = 2**-10, 2**-4

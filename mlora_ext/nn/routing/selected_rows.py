@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.segments import SegmentLayout
+from ...out_of_memory import is_out_of_memory
 from ..adapter_layer import AdapterLayer
 from .route import Route
 from .samples import SampleDim
-from .trial_passes import FAILURES, Observer, is_out_of_memory
+from .trial_passes import FAILURES, Observer
 
 _CONTAINERS = (
     "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformersExperts",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ...out_of_memory import is_out_of_memory
 from .call_kind import Call
 from .other_contents import Change, copied, other_contents, special_tokens, tensors_in
 from .undisturbed import undisturbed
@@ -31,11 +32,6 @@ FAILURES = (
     ArithmeticError,
 )
 """What a model may raise for a batch that it was not made for; also where memory runs out."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; torch's allocator on the CPU has no exception type for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mlora.cli.common import begin, command, quantized_files
-from mlora.errors import RunError, first_line, is_out_of_memory
+from mlora.errors import RunError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -237,6 +237,7 @@ def _plain_name(folder: Path) -> str:
 @contextmanager
 def _enough_memory(action: str, advice: str) -> Iterator[None]:
     """Turns running out of memory into a RunError."""
+    from mlora_ext.out_of_memory import is_out_of_memory  # imports torch
 
     try:
         yield

@@ -17,7 +17,7 @@ from mlora.data.preference import JointSample
 from mlora.data.record import LabelledSample, Sample
 from mlora.engine.adapter_memory import LEAST, seed_shapes, spread
 from mlora.engine.memory_limit import RESERVED
-from mlora.errors import MemoryLimitError, is_out_of_memory
+from mlora.errors import MemoryLimitError
 from mlora.memory.estimate import MemorySample
 from mlora.memory.memory_model import SilentRows
 from mlora.model.labels import label_objective
@@ -26,6 +26,7 @@ from mlora.objectives.registry import objective_of
 from mlora.optim.optim_config import OptimConfig
 from mlora_ext.nn import MultiLoRALinear
 from mlora_ext.nn.routing.router import router_of
+from mlora_ext.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -17,7 +17,7 @@ from mlora.data.packing import BASE, PackedRows
 from mlora.engine.put_adapter import lora_of, put_adapter
 from mlora.engine.stage_starts import StageStarts
 from mlora.engine.tied_rows import give_head, pass_rows, rows_to_pass
-from mlora.errors import first_line, is_out_of_memory
+from mlora.errors import first_line
 from mlora.memory.live_memory import WorkMemory, work_memory
 from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
 from mlora.model.base_model import BaseModel
@@ -47,6 +47,7 @@ from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.adapter_weights import neutral_names, scalings, write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
+from mlora_ext.out_of_memory import is_out_of_memory
 
 
 class StageWorker(Hooks, nn.Module):

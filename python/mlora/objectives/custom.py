@@ -9,10 +9,11 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from mlora.errors import is_out_of_memory, spelt_alike, unknown_option, unknown_value
+from mlora.errors import spelt_alike, unknown_option, unknown_value
 from mlora.objectives.loss_folder import said_by
 from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
 from mlora.objectives.options import ObjectiveError, Takes
+from mlora_ext.out_of_memory import is_out_of_memory
 
 LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
 _OWN = ("takes", "reference", "trains_prompts")

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from mlora.config.sweep_config import is_trial
 from mlora.engine.adapter_state import BatchResult, added, means
 from mlora.engine.batcher import BatchFuture
-from mlora.errors import RunError, file_line, first_line, is_out_of_memory
+from mlora.errors import RunError, file_line, first_line
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
@@ -36,6 +36,7 @@ from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
 from mlora.tasks.task import Task
+from mlora_ext.out_of_memory import is_out_of_memory
 
 
 @contextmanager

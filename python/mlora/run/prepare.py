@@ -23,7 +23,7 @@ from mlora.engine.engine import Engine
 from mlora.engine.full_engine import FullEngine
 from mlora.engine.measured_samples import MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit
-from mlora.errors import RunError, first_fault, first_line, is_out_of_memory
+from mlora.errors import RunError, first_fault, first_line
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo
@@ -41,6 +41,7 @@ from mlora.run.trial_losses import faults_of_own_losses
 from mlora.scheduler import token_balanced
 from mlora.tasks.groups import held_batches, most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder, check_loss
+from mlora_ext.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep

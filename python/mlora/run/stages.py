@@ -23,7 +23,7 @@ from mlora.cluster.world import PeerError, World
 from mlora.config.run_config import RunConfig
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_of_this_process
 from mlora.engine.stage_worker import StageWorker
-from mlora.errors import RunError, file_line, first_line, is_out_of_memory
+from mlora.errors import RunError, file_line, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.model.load import digest
 from mlora.pipeline import PipelineError, StageProcess
@@ -31,6 +31,7 @@ from mlora.planning.measured_cut import measured_cut
 from mlora.run.preflight import check_folders
 from mlora.simulate.trace_file import SPANS
 from mlora.tasks.groups import most_under_way
+from mlora_ext.out_of_memory import is_out_of_memory
 
 STAGE_0_FIRST = 2.0  # seconds; time for stage 0 to report a fault that all stages have
 PEERS_FIRST = 8.0  # seconds; time for the watch to find another stage's fault and end this process

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mlora.config.lora_fields import lora_warnings
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import Candidate, MemoryLimit
-from mlora.errors import RunError, is_out_of_memory
+from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder
 from mlora.memory.estimate import MemorySample
 from mlora.planning.task_memory import TaskMemory, memory_need
@@ -20,6 +20,7 @@ from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import Group
 from mlora.tasks.task import State, Task, TaskBuilder, check_loss
+from mlora_ext.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
