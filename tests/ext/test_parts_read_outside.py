@@ -281,16 +281,22 @@ def test_a_hook_of_backward_may_ask_for_a_shape(trains: bool, training: bool) ->
             sum(y.sum() for y in passes).backward()
 
 
+def in_half_precision(ours: Any, peft: Any, name: str) -> tuple[Tensor, Tensor]:
+    """Returns an adapter's results here and in PEFT; they must agree."""
+    tokens = ids()
+    peft.set_adapter(name)
+    mine, theirs = ours(input_ids=tokens, adapter_names=[name] * 3), peft(tokens)
+    assert mine.dtype == theirs.dtype == torch.bfloat16
+    assert_same_up_to_rounding(mine.detach().float(), theirs.detach().float(), name, 2e-2)
+    return mine, theirs
+
+
 @pytest.mark.parametrize("reads_head", [True, False])
 def test_parts_beside_a_half_precision_base(reads_head: bool) -> None:
     """PEFT trains the part in half precision; here only what is read from outside is used in it."""
     ours, peft = both(Reader(reads_head).bfloat16(), modules_to_save=["head"])
-    tokens = ids()
     for name in "ab":
-        peft.set_adapter(name)
-        mine, theirs = ours(input_ids=tokens, adapter_names=[name] * 3), peft(tokens)
-        assert mine.dtype == theirs.dtype == torch.bfloat16
-        assert_same_up_to_rounding(mine.detach().float(), theirs.detach().float(), name, 2e-2)
+        mine, theirs = in_half_precision(ours, peft, name)
         mine.float().square().mean((1, 2)).sum().backward()
         theirs.float().square().mean((1, 2)).sum().backward()
         assert_same_gradients(ours, peft, name, 5e-2)
@@ -310,12 +316,8 @@ def test_a_part_with_buffers_beside_a_half_precision_base() -> None:
     model = Reader(reads_head=True)
     model.head.inner = nn.Sequential(Scaled(), nn.Linear(D, D))  # type: ignore[assignment]
     ours, peft = both(model.bfloat16(), modules_to_save=["head"])
-    tokens = ids()
     for name in "ab":
-        peft.set_adapter(name)
-        mine, theirs = ours(input_ids=tokens, adapter_names=[name] * 3), peft(tokens)
-        assert mine.dtype == theirs.dtype == torch.bfloat16
-        assert_same_up_to_rounding(mine.detach().float(), theirs.detach().float(), name, 2e-2)
+        in_half_precision(ours, peft, name)
     assert ours.head.modules_to_save.of("a").inner[0].scale.dtype == torch.float32
 
 
