@@ -202,6 +202,7 @@ class RunConfig(Strict):
     output_dir: ResolvedPath
     method: Method = "lora"
     seed: int = Field(default=42, ge=0, lt=2**63)
+    data_cache: ResolvedPath | None = None
     bf16: bool = False
     fp16: bool = False
     device: str | None = None
@@ -246,7 +247,11 @@ class RunConfig(Strict):
         """The files and folders that the run reads."""
         folders = [adapter.init_from for adapter in self.adapters if adapter.init_from]
         folders += self.sweep.folders if self.sweep else []
-        return [*(dataset.path for dataset in self.datasets), *folders, self.base_model]
+        return [
+            *(source.path for each in self.datasets for source, _ in each.sources),
+            *folders,
+            self.base_model,
+        ]
 
     def model_post_init(self, context: Any) -> None:
         """Keeps the folder in which ``base_model`` was looked for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from mlora.config.strict import MOST, Strict, resolve_path, wrong_key
+from mlora.config.strict import MOST, ResolvedPath, Strict, resolve_path, wrong_key
+from mlora.data.source import Source, is_hub_id
 
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
 FORMATS_OF: dict[str, Sequence[str]] = {
@@ -37,8 +39,37 @@ OF_TASKS = {
 WITH_PROMPTS = ("prompt_completion", "alpaca")
 
 
+class DataFile(Strict):
+    """One of several files of a dataset.
+
+    ``weight`` says how often an epoch has its samples: 2 = twice; 0.5 = half of them, drawn once.
+    """
+
+    path: str = Field(min_length=1)
+    weight: float = Field(default=1.0, gt=0, le=1000)
+
+    @field_validator("path")
+    @classmethod
+    def _path(cls, value: str, info: ValidationInfo) -> str:
+        return data_path(value, info)
+
+
+def data_path(value: str, info: ValidationInfo) -> str:
+    """Returns the id of a dataset of the hub as it is, and a path as an absolute one."""
+    if "://" in value:
+        raise ValueError(f"{value} is a web address; download the file and give its path")
+    path = resolve_path(value, info)
+    return value if is_hub_id(value) and not os.path.exists(path) else path
+
+
 class DatasetConfig(Strict):
-    """A named jsonl file and how its lines are read.
+    """Named rows, and how they are read.
+
+    ``path`` is a jsonl, JSON, CSV, TSV, Parquet or Arrow file; a folder that ``Dataset.save_to_disk`` wrote;
+    a dataset of the hub (``owner/name``, with ``split``, ``subset`` and ``revision``); or a list of these,
+    each with a ``weight`` if need be. ``columns`` says which column holds a field of the format. With
+    ``validation_split`` (a share, or a number of samples) some samples are held out: ``eval_dataset`` means
+    these, and ``dataset`` all others. ``chat_template`` is a Jinja file in place of the model's template.
 
     Each format trains the tokens that TRL's ``SFTTrainer`` trains on the same data:
 
@@ -62,7 +93,13 @@ class DatasetConfig(Strict):
     """
 
     name: str = Field(min_length=1)
-    path: str = Field(min_length=1)
+    path: str | list[str | DataFile] = Field(min_length=1)
+    split: str = "train"
+    subset: str | None = None
+    revision: str | None = None
+    columns: dict[str, str] = Field(default_factory=dict)
+    validation_split: float | None = Field(default=None, gt=0)
+    chat_template: ResolvedPath | None = None
     format: Literal[
         "tokens",
         "text",
@@ -78,10 +115,18 @@ class DatasetConfig(Strict):
 
     @field_validator("path")
     @classmethod
-    def _path(cls, value: str, info: ValidationInfo) -> str:
-        if "://" in value:
-            raise ValueError(f"{value} is a web address; download the file and give its path")
-        return resolve_path(value, info)
+    def _path(cls, value: str | list[str | DataFile], info: ValidationInfo) -> str | list[str | DataFile]:
+        if isinstance(value, str):
+            return data_path(value, info)
+        return [data_path(each, info) if isinstance(each, str) else each for each in value]
+
+    @property
+    def sources(self) -> list[tuple[Source, float]]:
+        """Where its rows come from, with the weight of each."""
+        how = self.split, self.subset, self.revision, tuple(self.columns.items())
+        listed = self.path if isinstance(self.path, list) else [self.path]
+        files = [(each.path, each.weight) if isinstance(each, DataFile) else (each, 1.0) for each in listed]
+        return [(Source(path, *how), weight) for path, weight in files]
 
 
 def parse_size(value: Any) -> int:

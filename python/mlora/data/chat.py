@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlora.data.record import (
@@ -17,7 +20,7 @@ from mlora.data.record import (
     objects_of_key,
     text_of_key,
 )
-from mlora.errors import first_line
+from mlora.errors import RunError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +37,46 @@ DOUBT = (
     "have a prompt whose end the chat template changes when a completion follows; "
     "the changed tokens are trained with the completion"
 )
+
+
+def with_template(
+    tokenizer: PreTrainedTokenizerBase, path: str | None, *, assistant_only_loss: bool
+) -> PreTrainedTokenizerBase:
+    """Returns a tokenizer whose chat template is that of a file, and marks the assistant's text if need be.
+
+    For `assistant_only_loss`, a template without marks that TRL knows is replaced by TRL's training template,
+    if TRL is installed.
+
+    Args:
+        path: of a Jinja file; None: the tokenizer's own template.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    template = tokenizer.chat_template
+    if path is not None:
+        try:
+            template = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise RunError(f"chat_template: {path}: cannot be read: {reason}") from error
+    own = copy.copy(tokenizer)
+    own.chat_template = template
+    if assistant_only_loss and isinstance(template, str) and not GENERATION.search(template):
+        own.chat_template = _of_trl(own) or template
+    return own
+
+
+def _of_trl(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    from jinja2 import TemplateError
+
+    try:
+        from trl.chat_template_utils import get_training_chat_template
+    except ImportError:
+        return None
+    with suppress(ValueError, TemplateError):  # a template that it does not know
+        return get_training_chat_template(tokenizer)
+    return None
 
 
 def messages_of_key(fields: dict[str, Any], key: str) -> list[Message]:
@@ -79,9 +122,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, assistant_only_loss: bool = False) -> None:
         if not tokenizer.chat_template:
             raise FormatError(
-                "messages need a chat template, and the base model's tokenizer has none; use another base "
-                "model, save a template as chat_template.jinja beside the tokenizer, or write prompts as "
-                "text in the format prompt_completion"
+                "messages need a chat template, and the base model's tokenizer has none; give one in "
+                "chat_template, or write prompts as text in the format prompt_completion"
             )
         try:
             template = tokenizer.get_chat_template()
@@ -90,8 +132,8 @@ class ChatTemplate:
         if assistant_only_loss and not GENERATION.search(template):
             raise FormatError(
                 "assistant_only_loss needs {% generation %} and {% endgeneration %} around the assistant's "
-                "text in the chat template; the base model's has none: add them, or remove "
-                "assistant_only_loss"
+                "text in the chat template, which has none: give a template with them in chat_template, "
+                "install trl, which has such templates for known models, or remove assistant_only_loss"
             )
         self._tokenizer = tokenizer
         self._assistant_only = assistant_only_loss

@@ -1,22 +1,29 @@
-"""Reads jsonl files into samples of token ids and labels."""
+"""Reads a dataset's files into samples of token ids and labels."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
+import math
+import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlora.data.file_types import refuse_other_kinds
+import numpy as np
+from numpy.typing import NDArray
+
 from mlora.data.format_hint import format_hint
-from mlora.data.formats import parser_of
+from mlora.data.formats import Parser, parser_of
 from mlora.data.label_formats import LabelRules
-from mlora.data.record import FormatError, NoTokenizerError, Prompt, Record, check_ids, json_name, text_of_key
+from mlora.data.readers import Row, read_rows
+from mlora.data.record import FormatError, NoTokenizerError, Prompt, Record, check_ids, text_of_key
 from mlora.data.record import Sample as Sample  # others import it from here
+from mlora.data.sampler import task_seed
+from mlora.data.source import Source
+from mlora.data.token_cache import TokenCache, table_key
+from mlora.data.token_table import Samples
 from mlora.errors import RunError
 from mlora.objectives.registry import Style
 
@@ -26,22 +33,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset as one task sees it."""
+    """A dataset as one task sees it.
 
-    # the samples with at least one trained token in each sequence, cut to the task's ``max_length``:
-    # `Sample`, or one of `mlora.data.preference`
-    samples: list[Any]
-    # for ``prompt_completion`` and ``alpaca``, the prompts, in file order, of samples that were not cut and
-    # that end with the end token; else empty
-    prompts: list[Prompt]
-    warnings: list[str]  # one line for each reason to cut, leave out or doubt samples
-    fingerprint: str  # SHA-256 of the file
+    Attributes:
+        samples: those with at least one trained token in each sequence, cut to the task's ``max_length``:
+            `Sample`, or one of `mlora.data.preference`.
+        warnings: one line for each reason to cut, leave out or doubt samples.
+        fingerprint: what tells its rows from others; see `Source.fingerprint`.
+        path: of its file or folder, or the hub's id; of several the first, and how many more.
+    """
+
+    samples: Samples = field(default_factory=Samples)
+    warnings: list[str] = field(default_factory=list)
+    fingerprint: str = ""
     path: str = ""
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Prompts, in file order, of samples that were not cut and that end with the end token.
+
+        Only ``prompt_completion`` and ``alpaca`` have them.
+        """
+        return self.samples.prompts()
 
 
 def load_dataset(
     name: str,
-    path: str | Path,
+    source: Source | str | Path,
     format: str,
     *,
     max_length: int,
@@ -51,136 +69,163 @@ def load_dataset(
     assistant_only_loss: bool = False,
     style: Style = "dpo",
     labels: LabelRules | None = None,
+    cache: TokenCache | None = None,
 ) -> Dataset:
-    """Reads a jsonl file. A RunError about a line names the file and the line's number.
+    """Reads what `mlora.data.readers.read_rows` takes. A RunError names the row, if it can.
 
     Args:
         name: the dataset's name, for messages.
+        source: where its rows come from; or a path.
         max_length: longer samples are cut to their first ``max_length`` tokens.
         max_positions: the longest sequence that the base model takes; None = unlimited.
         tokenizer: the base model's; only the format ``tokens`` needs none.
         assistant_only_loss: of messages, train only what the assistant says.
         style: which of TRL's trainers tokenises preference data so.
         labels: how labels are read; ``classification`` and ``question_answering`` need it.
+        cache: keeps what large files become; None = nothing is kept.
     """
-    path = Path(path)
+    source = source if isinstance(source, Source) else Source(os.path.abspath(source))
+    path = source.path
     try:
         parse = parser_of(
             format, tokenizer, assistant_only_loss=assistant_only_loss, style=style, labels=labels
         )
     except FormatError as error:
         raise RunError(f"{path}: the dataset {name!r} of format {format}: {error}") from None
-    refuse_other_kinds(path)
-    records: list[tuple[int, Record]] = []
-    for line, fields in read_lines(path):
+    counts: Counter[str] = Counter()
+    records = _parsed(path, source.rows(), format, parse, vocab_size)
+    kept = _kept(records, max_length, max_positions, counts)
+    if cache is None or not cache.keeps(source):
+        samples = Samples.of(kept)
+        digest = source.fingerprint()  # afterwards, since a pipe is read once
+    else:
+        digest = source.fingerprint()
+        read = digest, source.split, source.columns, format, assistant_only_loss, style, labels
+        key = table_key(tokenizer, *read, max_length, vocab_size, max_positions)
+        samples = cache.table(key, kept, counts)
+    total = counts.pop(_TOTAL, 0)
+    if not total:
+        raise RunError(f"{path}: the dataset {name!r} is empty")
+    lines = [f"{count} of {total} samples {what}" for what, count in counts.items()]
+    if not samples:
+        raise RunError(f"{path}: no sample of the dataset {name!r} has a trained token: {'; '.join(lines)}")
+    return Dataset(samples, [f"dataset {name!r}: {line}" for line in lines], digest, path)
+
+
+def joined(parts: Sequence[Dataset], weights: Sequence[float], seed: int) -> Dataset:
+    """Returns one dataset of several sources.
+
+    Args:
+        parts: of one format.
+        weights: how often each sample of a part is there: 2 = twice; 1.5 = once, and half of them, drawn
+            at random, twice.
+        seed: of these draws.
+    """
+    if len(parts) == 1 and weights[0] == 1:
+        return parts[0]
+    found = []
+    for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        count, times = len(part.samples), math.floor(weight)
+        more = order_of(count, seed, f"file {number}")[: round((weight - times) * count)]
+        rows = [*[np.arange(count)] * times, np.sort(more)]
+        found.append(part.samples.chosen(np.concatenate(rows)))
+    told = repr([(part.fingerprint, weight) for part, weight in zip(parts, weights, strict=True)])
+    path = parts[0].path + (f" and {len(parts) - 1} more" if len(parts) > 1 else "")
+    warnings = [line for part in parts for line in part.warnings]
+    digest = hashlib.sha256(told.encode()).hexdigest()
+    return Dataset(Samples.joined(found), warnings, digest, path)
+
+
+def held_out(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Returns what is left for training, in its order, and what is held out, drawn at random.
+
+    Args:
+        share: of the samples, rounded up; from 1 on their number. At least one stays on each side.
+        seed: of the draw.
+
+    Raises:
+        RunError: there are not enough samples.
+    """
+    count = len(data.samples)
+    held = math.ceil(count * share) if share < 1 else int(share)
+    if held >= count:
+        raise RunError(f"validation_split: holds out {held} of {count} samples, and none is left to train on")
+    order = order_of(count, seed, "validation")
+    parts = (data.samples.chosen(np.sort(rows)) for rows in (order[held:], order[:held]))
+    train, rest = (Dataset(samples, data.warnings, data.fingerprint, data.path) for samples in parts)
+    return train, rest
+
+
+def order_of(count: int, seed: int, what: str) -> NDArray[np.int64]:
+    """Returns a random order of `count` things that depends on a seed and on what it is for."""
+    return np.random.default_rng(task_seed(seed, what)).permutation(count)
+
+
+_TOTAL = "samples"
+
+
+def _parsed(
+    path: str, rows: Iterable[Row], format: str, parse: Parser, vocab_size: int
+) -> Iterator[tuple[str, Record]]:
+    """Yields what rows become; tells which one is wrong."""
+    first = ""
+    for place, fields in rows:
         try:
             record = parse(fields)
             check_ids(record.sample, vocab_size)
         except NoTokenizerError as error:
-            if not records:
-                raise RunError(f"{path}:{line}: {error}") from None
+            if not first:
+                raise RunError(f"{place}: {error}") from None
             raise RunError(
-                f"{path}:{line}: has {error.keys}, but the lines before it, from line {records[0][0]} on, "
-                "have input_ids; write all lines of a file alike"
+                f"{place}: has {error.keys}, but the lines before it, from {first} on, have input_ids; write "
+                "all lines of a file alike"
             ) from None
         except FormatError as error:
-            raise RunError(f"{path}:{line}: {error}{format_hint(format, fields)}") from None
-        records.append((line, record))
-    if not records:
-        raise RunError(f"{path}: the dataset {name!r} is empty")
-    return _finish(name, path, records, max_length, max_positions)
+            raise RunError(f"{place}: {error}{format_hint(format, fields)}") from None
+        first = first or place.removeprefix(path).replace(":", "line ").lstrip(", ")
+        yield place, record
 
 
-def _finish(
-    name: str, path: Path, records: list[tuple[int, Record]], max_length: int, max_positions: int | None
-) -> Dataset:
-    kept, prompts = [], []
-    found: Counter[str] = Counter()
-    for line, record in records:
-        if max(part.rows for part in record.sample.parts) <= max_length:
-            prompts += [record.prompt] if record.prompt else []
-        else:
-            found[f"are longer than max_length {max_length} and were cut"] += 1
+def _kept(
+    records: Iterable[tuple[str, Record]], max_length: int, max_positions: int | None, counts: Counter[str]
+) -> Iterator[tuple[Any, Prompt | None]]:
+    """Yields the samples that are trained, with their prompts, and counts all and those with a fault."""
+    for place, record in records:
+        counts[_TOTAL] += 1
+        whole = max(part.rows for part in record.sample.parts) <= max_length
+        if not whole:
+            counts[f"are longer than max_length {max_length} and were cut"] += 1
         sample = record.sample.cut(max_length)
         longest = max(part.rows for part in sample.parts)
         if max_positions is not None and longest > max_positions:
             raise RunError(
-                f"{path}:{line}: the sample has {longest} tokens, but the base model "
-                f"takes at most {max_positions}; set max_length to {max_positions} or less"
+                f"{place}: the sample has {longest} tokens, but the base model takes at most "
+                f"{max_positions}; set max_length to {max_positions} or less"
             )
-        if all(part.trained_tokens for part in sample.parts):
-            kept.append(sample)
-        else:
-            found["have no trained token and are left out"] += 1
+        trained = all(part.trained_tokens for part in sample.parts)
+        if not trained:
+            counts["have no trained token and are left out"] += 1
         if record.doubt:
-            found[record.doubt] += 1
-    counts = [f"{count} of {len(records)} samples {what}" for what, count in found.items()]
-    if not kept:
-        raise RunError(f"{path}: no sample of the dataset {name!r} has a trained token: {'; '.join(counts)}")
-    warnings = [f"dataset {name!r}: {count}" for count in counts]
-    return Dataset(kept, prompts, warnings, fingerprint(path), str(path))
-
-
-def fingerprint(path: str | Path) -> str:
-    """Returns the SHA-256 of a file as hexadecimal digits."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read: {error.strerror}") from error
+            counts[record.doubt] += 1
+        if trained:
+            yield sample, record.prompt if whole else None
 
 
 def read_prompt_lines(path: Path) -> list[str]:
-    """Reads ``prompt`` of each object of a ``.jsonl`` file, or each line of a text file that is not blank.
+    """Reads ``prompt`` of each row of a ``.jsonl`` or table file, or each line of a text that is not blank.
 
     Objects without ``prompt`` may have ``text``, as those of classifiers.
     """
-    refuse_other_kinds(path, plain_text=path.suffix != ".jsonl")
-    if path.suffix != ".jsonl":
+    if path.suffix not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
         try:
             return [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     prompts = []
-    for number, fields in read_lines(path):
+    for place, fields in read_rows(path):
         try:
             key = "text" if "text" in fields and "prompt" not in fields else "prompt"
             prompts.append(text_of_key(fields, key))
         except FormatError as error:
-            raise RunError(f"{path}:{number}: {error}") from None
+            raise RunError(f"{place}: {error}") from None
     return prompts
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the number and the object of each line that is not blank; a RunError names file and line."""
-    for number, raw in _raw_lines(path):
-        if not raw.strip():
-            continue
-        try:
-            fields = json.loads(raw.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as error:
-            raise RunError(f"{path}:{number}: is not UTF-8: {error.reason}") from error
-        except (ValueError, RecursionError) as error:
-            raise RunError(f"{path}:{number}: is not JSON: {_json_fault(error, raw)}") from error
-        if not isinstance(fields, dict):
-            raise RunError(f"{path}:{number}: must be a JSON object, got {json_name(fields)}")
-        yield number, fields
-
-
-def _json_fault(error: Exception, line: bytes) -> str:
-    if line.strip() == b"{":
-        return "an object continues on the next line; write each object on one line"
-    if isinstance(error, json.JSONDecodeError):  # its lineno counts within this one line: not shown
-        reason = error.msg.removesuffix(" at")
-        return f"{reason} at character {error.pos + 1}; expected one JSON object per line"
-    if isinstance(error, RecursionError):
-        return "brackets are nested too deeply"
-    return f"a number has more than {sys.get_int_max_str_digits()} digits"
-
-
-def _raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    try:
-        with open(path, "rb") as file:
-            yield from enumerate(file, 1)
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read: {error.strerror}") from error

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from mlora.data.dataset import read_lines
-from mlora.data.file_types import refuse_other_kinds
+from mlora.data.readers import Row
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,8 @@ class FoundLabels:
         return self.flags and self.lengths <= {count}
 
 
-def find_labels(path: Path, task: str) -> FoundLabels:
-    """Reads the labels of a file, up to the line that tells all; those that are text to the end.
+def find_labels(rows: Iterable[Row], task: str) -> FoundLabels:
+    """Reads the labels of a dataset's rows, up to the one that tells all; those that are text to the end.
 
     Args:
         task: the adapter's `task_type`.
@@ -48,8 +46,7 @@ def find_labels(path: Path, task: str) -> FoundLabels:
     Raises:
         RunError: the file cannot be read.
     """
-    refuse_other_kinds(path)
-    labels = _labels(path, task)
+    labels = _labels(rows, task)
     before: list[Any] = []  # lists without any label
     first = None
     for given in labels:
@@ -63,9 +60,9 @@ def find_labels(path: Path, task: str) -> FoundLabels:
     return FoundLabels(first, (), *_sizes(lists))
 
 
-def _labels(path: Path, task: str) -> Iterator[Any]:
+def _labels(rows: Iterable[Row], task: str) -> Iterator[Any]:
     """Yields the labels of a dataset's lines; None where a line has none."""
-    for _, fields in read_lines(path):
+    for _, fields in rows:
         yield fields.get("labels" if task == "TOKEN_CLS" else "label")
 
 

@@ -28,7 +28,11 @@ class TaskMemory:
     def know(self, task: Task) -> None:
         """Reads a task's adapter and data; raises ValueError if the adapter cannot be put on the base."""
         lora = task.lora or read_config(Path(str(task.config.init_from)))
-        samples = [*task.data.samples, *(task.eval_data.samples if task.eval_data else ())]
+        held = [task.data.samples, *([task.eval_data.samples] if task.eval_data else [])]
+        if task.objective.takes == "judged":  # a completion may follow the prompt of another sample
+            samples = [samples.hollow(row) for samples in held for row in range(len(samples))]
+        else:
+            samples = [samples.hollow(samples.longest()) for samples in held]
         longest, silent = max(task.lengths(samples)), task.objective.reference is not None
         begins = task.config.init_from if task.objective.reference == START else None
         start = None if begins is None else str(Path(begins).resolve())
@@ -80,17 +84,19 @@ def largest_lengths(task: Task, size: Callable[[Sequence[int]], float]) -> list[
     compared. A task with more than `MOST_LOOKED_AT` micro-batches gets its longest samples, which none
     exceeds. An evaluation can be cut down to single samples, so its longest sample counts.
     """
-    samples = sorted(task.data.samples, key=lambda sample: -sample.rows)
+    samples = task.data.samples
+    order = samples.by_rows(longest_first=True)
     count = task.plan.batch_size
     if task.plan.shuffle:
-        count = min(count, len(samples))
-    found = [task.lengths((samples * -(-count // len(samples)))[:count])]
+        count = min(count, len(order))
+    found = [task.lengths([samples.hollow(order[place % len(order)]) for place in range(count)])]
     batches = task.total_steps * task.plan.accumulation
-    if batches <= MOST_LOOKED_AT and samples[0].rows != samples[-1].rows:
+    if batches <= MOST_LOOKED_AT and samples.hollow(order[0]).rows != samples.hollow(order[-1]).rows:
         every = [task.lengths_of(batch) for batch in range(batches)]
         found = [max(every, key=sum), max(every, key=lambda own: sum(length * length for length in own))]
     if task.eval_data is not None:
-        most = sorted(task.eval_data.samples, key=lambda sample: -sample.rows)
+        held = task.eval_data.samples
         cut = task.objective.takes == "judged"  # a batch of them is one sample
-        found.append(task.lengths(most[: task.config.per_device_eval_batch_size if cut else 1]))
+        most = held.by_rows(longest_first=True)[: task.config.per_device_eval_batch_size if cut else 1]
+        found.append(task.lengths([held.hollow(row) for row in most]))
     return max(found, key=size)

@@ -44,8 +44,9 @@ def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> di
     used = {new.dataset, new.eval_dataset}
     known = [dataset for dataset in resolved.datasets if dataset.name in used]
     for dataset in known:
-        if not Path(dataset.path).is_file():
-            raise RunError(f"{path}: dataset {dataset.name!r}: {dataset.path} does not exist")
+        for source, _ in dataset.sources:
+            if not source.is_there:
+                raise RunError(f"{path}: dataset {dataset.name!r}: {source.path} does not exist")
     if new.init_from is not None and not (Path(new.init_from) / "adapter_config.json").is_file():
         raise RunError(f"{path}: init_from: {new.init_from} has no adapter_config.json")
     return {"adapter": new.model_dump(), "datasets": [dataset.model_dump() for dataset in known]}

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mlora.config.best_rule import OF_REGRESSION
 from mlora.config.run_config import AdapterConfig
 from mlora.config.sections import OF_TASKS, DatasetConfig
-from mlora.data.dataset import read_lines
 from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
+from mlora.data.readers import Row
 from mlora.errors import RunError
 from mlora.model.labels import MULTI_LABEL, REGRESSION, add_labels, check_labels, problem_of
 from mlora.model.task_heads import why_not_started
@@ -21,8 +20,14 @@ from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of, task_heads
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-Finds = Callable[[Path, str], FoundLabels]
+Finds = Callable[[DatasetConfig, str], FoundLabels]
 _TEXTS = {"classification": "text", "question_answering": "question"}
+
+
+def rows_of(dataset: DatasetConfig) -> Iterator[Row]:
+    """Yields the rows of a dataset, with the names of its format."""
+    for source, _ in dataset.sources:
+        yield from source.rows()
 
 
 def needs_no_tokenizer(dataset: DatasetConfig) -> bool:
@@ -30,7 +35,7 @@ def needs_no_tokenizer(dataset: DatasetConfig) -> bool:
     if dataset.format not in _TEXTS:
         return dataset.format == "tokens"
     try:
-        lines = itertools.islice(read_lines(Path(dataset.path)), 10)
+        lines = itertools.islice(rows_of(dataset), 10)
         return not any(_TEXTS[dataset.format] in fields for _, fields in lines)
     except RunError:
         return True  # told by whoever reads the file
@@ -40,7 +45,7 @@ def label_rules(
     adapter: AdapterConfig,
     lora: LoraConfig,
     datasets: Mapping[str, DatasetConfig],
-    find: Finds = find_labels,
+    find: Finds = lambda dataset, task: find_labels(rows_of(dataset), task),
 ) -> LabelRules | None:
     """Returns how an adapter's labels are read; None if it predicts tokens. Gives `lora` what it found.
 
@@ -78,7 +83,7 @@ def label_rules(
     reason = why_not_started(lora)
     if reason is not None:
         raise RunError(f"lora: {reason}")
-    rules = _rules(adapter, lora, Path(datasets[adapter.dataset].path), find)
+    rules = _rules(adapter, lora, datasets[adapter.dataset], find)
     rule = adapter.best_rule
     if rule is not None and rule.metric == "eval_accuracy" and rules.problem == REGRESSION:
         raise RunError(f"metric_for_best_model: {OF_REGRESSION}")
@@ -103,12 +108,12 @@ def _task_asked(adapter: AdapterConfig, task: str, kinds: str) -> str:
     return f"an init_from of task_type {kinds}; {adapter.init_from} has {has}"
 
 
-def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path, find: Finds) -> LabelRules:
+def _rules(adapter: AdapterConfig, lora: LoraConfig, dataset: DatasetConfig, find: Finds) -> LabelRules:
     """Returns how labels are read; gives `lora`, which has what was asked for, what the data says."""
     task, own = task_of(lora), lora.__dict__
     if task == "QUESTION_ANS":
         return LabelRules(task, "", 2)
-    found = find(path, task)
+    found, path = find(dataset, task), f"the dataset {dataset.name!r}"
     lists = task == "SEQ_CLS" and isinstance(found.first, list)
     if lists and own.get("problem_type") is None and problem_of(lora) != REGRESSION:
         own["problem_type"] = MULTI_LABEL
@@ -134,7 +139,7 @@ def _rules(adapter: AdapterConfig, lora: LoraConfig, path: Path, find: Finds) ->
     return LabelRules(task, problem, count, names, flags, listed)
 
 
-def _names(adapter: AdapterConfig, path: Path, found: FoundLabels, count: int | None) -> tuple[str, ...]:
+def _names(adapter: AdapterConfig, path: str, found: FoundLabels, count: int | None) -> tuple[str, ...]:
     """Returns the names of the labels in the training data, in the order of their ids."""
     if adapter.init_from is not None:
         raise RunError(

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from huggingface_hub import constants
+
 from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import AdapterConfig, RunConfig
-from mlora.config.sections import DatasetConfig
-from mlora.data.dataset import Dataset, load_dataset
+from mlora.config.sections import WITH_MESSAGES, DatasetConfig
+from mlora.data.chat import with_template
+from mlora.data.dataset import Dataset, held_out, joined, load_dataset
 from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
-from mlora.data.preference import joined
+from mlora.data.preference import joined as joint
 from mlora.data.record import Sample, sequence_lengths
 from mlora.data.sampler import BatchPlan, task_seed
+from mlora.data.token_cache import TokenCache
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import check_unchanged, objective_of, reference_of, style_of
 from mlora.optim.optim_config import OptimConfig
-from mlora.tasks.classifiers import label_rules, needs_no_tokenizer
+from mlora.tasks.classifiers import label_rules, needs_no_tokenizer, rows_of
 from mlora.tasks.init_from import check_init_from
 from mlora.tasks.originals import check_originals
 from mlora_ext.nn.interop.read_folder import read_config
@@ -136,11 +138,11 @@ class Task:
 
     def lengths_of(self, batch: int) -> list[int]:
         """Returns the sequence lengths of micro-batch `batch` (counted from 0), in rows."""
-        return self.lengths([self.data.samples[row] for row in self.plan.batch(batch)])
+        return self.lengths([self.data.samples.hollow(row) for row in self.plan.batch(batch)])
 
     def lengths(self, samples: Sequence[Any]) -> list[int]:
         """Returns the sequence lengths, in rows, of a batch of samples, those without gradient included."""
-        return sequence_lengths(joined(self.name, samples, self.objective))
+        return sequence_lengths(joint(self.name, samples, self.objective))
 
     @cached_property
     def objective(self) -> Objective:
@@ -156,10 +158,11 @@ class Task:
     @cached_property
     def usual_lengths(self) -> list[int]:
         """Sequence lengths, in rows, of a typical micro-batch of its data: evenly spaced quantiles."""
-        samples = sorted(self.data.samples, key=lambda sample: sample.rows)
-        batch = min(self.plan.batch_size, len(samples)) if self.plan.shuffle else self.plan.batch_size
-        places = ((2 * place + 1) * len(samples) // (2 * batch) for place in range(batch))
-        return self.lengths([samples[place] for place in places])
+        samples = self.data.samples
+        order = samples.by_rows()
+        batch = min(self.plan.batch_size, len(order)) if self.plan.shuffle else self.plan.batch_size
+        places = ((2 * place + 1) * len(order) // (2 * batch) for place in range(batch))
+        return self.lengths([samples.hollow(order[place]) for place in places])
 
     @property
     def name(self) -> str:
@@ -183,7 +186,8 @@ class TaskBuilder:
         self._config = config
         self._base = base
         self._datasets = {dataset.name: dataset for dataset in config.datasets}
-        self._found_labels = cache(lambda path, task, _version: find_labels(path, task))
+        self._cache = TokenCache(Path(config.data_cache or constants.HF_HOME, "mlora"))
+        self._found_labels: dict[Hashable, FoundLabels] = {}
         self._loaded: dict[tuple[Hashable, ...], Dataset] = {}
 
     def build(self, adapter: AdapterConfig, datasets: Sequence[DatasetConfig] = ()) -> Task:
@@ -212,7 +216,10 @@ class TaskBuilder:
             labels = label_rules(adapter, read, known, self._find_labels)
             lora = lora if labels is None else read
         data = self._load(known[adapter.dataset], adapter, labels)
-        eval_data = self._load(known[adapter.eval_dataset], adapter, labels) if adapter.eval_dataset else None
+        eval_data = None
+        if adapter.eval_dataset:
+            held_in = known[adapter.eval_dataset]
+            eval_data = self._load(held_in, adapter, labels, held=held_in.validation_split is not None)
         if adapter.eval_exact_match and eval_data is not None:
             _check_prompts(adapter, eval_data)
         plan = self._plan(adapter, data)
@@ -229,7 +236,7 @@ class TaskBuilder:
 
     def ended(self, adapter: AdapterConfig, total_steps: int) -> Task:
         """Returns the task of an adapter that has ended, without reading its data: it has no samples."""
-        data = Dataset([], [], [], "")
+        data = Dataset()
         plan = self._plan(adapter, data)
         return Task(
             adapter, plan.seed, data, None, plan, total_steps, None, optim_config(adapter, total_steps)
@@ -240,18 +247,20 @@ class TaskBuilder:
         who = adapter.name if self._config.sweep is None else "sweep"
         self.warnings += [line for each in lines if (line := f"{who}: {each}") not in self.warnings]
 
-    def _find_labels(self, path: Path, task: str) -> FoundLabels:
-        """Returns `find_labels`, read once for all adapters of a file."""
-        return self._found_labels(path, task, self._version(path))
+    def _find_labels(self, dataset: DatasetConfig, task: str) -> FoundLabels:
+        """Returns `find_labels`, read once for all adapters of a dataset."""
+        key = task, *self._versions(dataset)
+        if key not in self._found_labels:
+            self._found_labels[key] = find_labels(rows_of(dataset), task)
+        return self._found_labels[key]
 
-    def _version(self, path: str | Path) -> tuple[int, int] | None:
-        """Returns what tells a file from an earlier one at its path; None in a sweep, which reads it once."""
-        if self._config.sweep is not None:
-            return None
-        with suppress(OSError):
-            found = os.stat(path)
-            return found.st_mtime_ns, found.st_size
-        return None
+    def _versions(self, dataset: DatasetConfig) -> list[Hashable]:
+        """Returns a dataset's sources, each with what tells its file from an earlier one.
+
+        A submitted task reads files that have changed anew; all trials of a sweep read the first.
+        """
+        trials = self._config.sweep is not None
+        return [(source, None if trials else source.version) for source, _ in dataset.sources]
 
     def _plan(self, adapter: AdapterConfig, data: Dataset) -> BatchPlan:
         return BatchPlan(
@@ -262,32 +271,41 @@ class TaskBuilder:
             seed=task_seed(self._config.seed, adapter.name) if adapter.seed is None else adapter.seed,
         )
 
-    def _load(self, dataset: DatasetConfig, adapter: AdapterConfig, labels: LabelRules | None) -> Dataset:
+    def _load(
+        self, dataset: DatasetConfig, adapter: AdapterConfig, labels: LabelRules | None, *, held: bool = False
+    ) -> Dataset:
+        """Returns a dataset without the samples that it holds out, or these, as an adapter reads it."""
         style = style_of(adapter.objective)
-        key = (
-            dataset.name,
-            dataset.path,
-            self._version(dataset.path),
-            dataset.format,
-            adapter.max_length,
-            adapter.assistant_only_loss,
-            style,
-            labels,
-        )
-        if key not in self._loaded:
-            self._loaded[key] = load_dataset(
+        how = adapter.max_length, adapter.assistant_only_loss, style, labels
+        key = dataset.name, dataset.format, dataset.chat_template, held, *how, *self._versions(dataset)
+        if key in self._loaded:
+            return self._loaded[key]
+        tokenizer = None if needs_no_tokenizer(dataset) else self._base.tokenizer()
+        if tokenizer is not None and dataset.format in (*WITH_MESSAGES, "preference", "unpaired"):
+            only = adapter.assistant_only_loss
+            tokenizer = with_template(tokenizer, dataset.chat_template, assistant_only_loss=only)
+        parts = [
+            load_dataset(
                 dataset.name,
-                dataset.path,
+                source,
                 dataset.format,
                 max_length=adapter.max_length,
                 vocab_size=self._base.vocab_size,
                 max_positions=self._base.max_positions,
-                tokenizer=None if needs_no_tokenizer(dataset) else self._base.tokenizer(),
+                tokenizer=tokenizer,
                 assistant_only_loss=adapter.assistant_only_loss,
                 style=style,
                 labels=labels,
+                cache=self._cache,
             )
-            self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
+            for source, _ in dataset.sources
+        ]
+        seed, share = task_seed(self._config.seed, f"dataset {dataset.name}"), dataset.validation_split
+        if share is not None:
+            parts = [held_out(part, share, seed)[held] for part in parts]
+        weights = [1.0 if held else weight for _, weight in dataset.sources]
+        self._loaded[key] = joined(parts, weights, seed)
+        self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
         return self._loaded[key]
 
 

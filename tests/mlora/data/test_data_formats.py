@@ -78,9 +78,9 @@ def test_assistant_only_loss_trains_what_the_template_marks(load, tokenizer) -> 
 def test_sharegpt_reads_as_messages_do(load, tokenizer) -> None:
     speakers = {"system": "system", "user": "human", "assistant": "gpt"}
     turns = [{"from": speakers[m["role"]], "value": m["content"]} for m in DIALOGUE]
-    expected = load("messages", {"messages": DIALOGUE}).samples * 2
+    expected = [*load("messages", {"messages": DIALOGUE}).samples] * 2
     system = {"system": "brief", "conversations": turns[1:]}
-    assert load("sharegpt", {"conversations": turns}, system).samples == expected
+    assert list(load("sharegpt", {"conversations": turns}, system).samples) == expected
     only = load("sharegpt", {"conversations": turns}, assistant_only_loss=True).samples[0]
     assert trained_text(tokenizer, only) == ["2 é<end>", "4<end>"]
 

@@ -1,0 +1,92 @@
+"""Keeps what large datasets become, so that a run, its resumes and later runs tokenise them once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from mlora.data.record import Prompt
+from mlora.data.source import Source
+from mlora.data.token_table import Samples, write_table
+from mlora.errors import RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_VERSION = 1  # of tables and of how samples are made; another one is another key
+_SMALL = 4 << 20  # bytes of a file that is read each time
+
+
+class TokenCache:
+    """A folder of tables by key; a table stands there once it is whole.
+
+    Args:
+        folder: is made when it is needed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @staticmethod
+    def keeps(source: Source) -> bool:
+        """Whether a source is large enough to be kept."""
+        return source.size >= _SMALL
+
+    def table(self, key: str, rows: Iterable[tuple[Any, Prompt | None]], counts: Counter[str]) -> Samples:
+        """Returns the samples of a key; those of `rows`, which are read if the folder has none.
+
+        Args:
+            rows: samples and their prompts.
+            counts: what reading the rows counts; filled as it was then.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        path, noted = self._folder / f"{key}.arrow", self._folder / f"{key}.json"
+        try:
+            found = json.loads(noted.read_text())
+            samples = Samples.of_file(path)
+        except (OSError, ValueError, pa.ArrowInvalid):  # not there, or damaged
+            return self._written(path, noted, rows, counts)
+        counts.update(found)
+        return samples
+
+    def _written(
+        self, path: Path, noted: Path, rows: Iterable[tuple[Any, Prompt | None]], counts: Counter[str]
+    ) -> Samples:
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not write_table(rows, str(part)):
+                return Samples()
+            os.replace(part, path)
+            part.write_text(json.dumps(counts))
+            os.replace(part, noted)
+        except OSError as error:
+            raise RunError(f"{self._folder}: cannot keep tokenised data: {error.strerror}") from error
+        finally:
+            with suppress(OSError):
+                part.unlink()
+        return Samples.of_file(path)
+
+
+def table_key(tokenizer: PreTrainedTokenizerBase | None, *facts: object) -> str:
+    """Returns a digest of a tokenizer and of all else that samples depend on."""
+    digest = hashlib.sha256(repr((_VERSION, facts)).encode())
+    if tokenizer is not None:
+        import transformers
+
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+        special = sorted(tokenizer.special_tokens_map.items(), key=str)
+        known = type(tokenizer).__name__, tokenizer.chat_template, special, tokenizer.padding_side, words
+        digest.update(repr((transformers.__version__, known)).encode())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,167 @@
+"""Files of every kind give the same rows; what cannot be read is told in one line."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+from mlora.data.dataset import load_dataset, read_prompt_lines
+from mlora.data.readers import read_rows
+from mlora.errors import RunError
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "1+1=", "completion": "007", "label": 1, "input_ids": [1, 2], "done": True},
+    {"prompt": 'a "b", ü\nx', "completion": "[1]", "label": 2.5, "input_ids": [3], "done": False},
+]
+JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def table(delimiter: str) -> bytes:
+    written = io.StringIO()
+    writer = csv.DictWriter(written, list(ROWS[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return written.getvalue().encode()
+
+
+def of_arrow(write: Callable[[Any, pa.Table], None]) -> bytes:
+    sink = pa.BufferOutputStream()
+    write(sink, pa.Table.from_pylist(ROWS))
+    return sink.getvalue().to_pybytes()
+
+
+def ipc(sink: Any, rows: pa.Table) -> None:
+    with pa.ipc.new_file(sink, rows.schema) as writer:
+        writer.write_table(rows)
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+FILES = {
+    "d.jsonl": JSONL,
+    "d": b"\xef\xbb\xbf  " + JSONL,
+    "other.csv": JSONL,
+    "d.json": json.dumps(ROWS, indent=1).encode(),
+    "list.jsonl": b"\xef\xbb\xbf\n" + json.dumps(ROWS).encode(),
+    "d.csv": table(","),
+    "bom.csv": b"\xef\xbb\xbf" + table(","),
+    "d.TSV": table("\t"),
+    "d.parquet": of_arrow(lambda sink, rows: pq.write_table(rows, sink)),
+    "no-suffix": of_arrow(lambda sink, rows: pq.write_table(rows, sink, row_group_size=1)),
+    "d.arrow": of_arrow(ipc),
+    "d.jsonl.gz": gzip.compress(JSONL),
+    "packed.jsonl": gzip.compress(JSONL),
+    "d.csv.gz": gzip.compress(table(",")),
+    "d.bz2": bz2.compress(JSONL),
+    "d.xz": lzma.compress(JSONL),
+    "d.json.zst": zstd(json.dumps(ROWS).encode()),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_same_rows(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(FILES[name])
+    assert [fields for _, fields in read_rows(tmp_path / name)] == ROWS
+
+
+def test_folders(tmp_path: Path) -> None:
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
+    DatasetDict(train=Dataset.from_list(ROWS), held=Dataset.from_list(ROWS[:1])).save_to_disk(
+        tmp_path / "two"
+    )
+    assert [fields for _, fields in read_rows(tmp_path / "one")] == ROWS
+    assert [fields for _, fields in read_rows(tmp_path / "two")] == ROWS
+    assert [fields for _, fields in read_rows(tmp_path / "two", "held")] == ROWS[:1]
+    with pytest.raises(RunError, match=r"two: has no split 'test'; it has train, held$"):
+        list(read_rows(tmp_path / "two", "test"))
+    with pytest.raises(RunError, match=r"is no folder that Dataset\.save_to_disk wrote: .*; give its files$"):
+        list(read_rows(tmp_path))
+
+
+def test_what_a_row_of_a_table_lacks_is_missing(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "chosen": "b"}, {"chosen": "c"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    assert [fields for _, fields in read_rows(tmp_path / "d.parquet")] == rows
+    (tmp_path / "d.csv").write_text("prompt,label\na,\n,2\n")
+    assert [fields for _, fields in read_rows(tmp_path / "d.csv")] == [
+        {"prompt": "a"},
+        {"prompt": "", "label": 2},
+    ]
+
+
+def zipped() -> bytes:
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
+        archive.writestr("inner", JSONL)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.zip", zipped(), "d.zip: is a zip archive or an Excel workbook; unpack it, or save it as CSV"),
+        ("d.jsonl", JSONL.decode().encode("utf-16"), "d.jsonl: is text in UTF-16; save it as UTF-8"),
+        ("d.gz", FILES["d.jsonl.gz"][:40], "d.gz: cannot be read: Compressed file ended"),
+        ("d.xz", FILES["d.xz"][:40], "d.xz: cannot be read: "),
+        ("d.zst", FILES["d.json.zst"][:40], "d.zst: "),
+        ("d.parquet", FILES["d.parquet"][:200], "d.parquet: is no whole Parquet file: "),
+        ("d.arrow", FILES["d.arrow"][:-200], "d.arrow: is no whole Arrow file: "),
+        ("d.json", b"[1, 2]", "d.json, object 1: must be a JSON object, got a number"),
+        ("d.json", b'[{"a": 1}', "d.json: is not JSON: "),
+        ("d.csv", b"a,b\n1,2\n3\n", "d.csv:3: has another number of values than the first line has names"),
+        ("d.csv", b"a,b\n1,2,3\n", "d.csv:2: has another number of values"),
+        ("d.csv", b'a,b\n1,"2\n', "d.csv:1: is not CSV: unexpected end of data"),
+        ("d.csv", b"a,b\n\xff,2\n", "is not UTF-8: invalid start byte"),
+        ("d.jsonl", b'{"a": 1}\n{\n', "d.jsonl:2: is not JSON: an object continues on the next line"),
+    ],
+)
+def test_what_cannot_be_read(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RunError) as error:
+        list(read_rows(tmp_path / name))
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_every_kind_gives_the_same_tokens(tmp_path: Path) -> None:
+    found = []
+    for name in ("d.jsonl", "d.csv", "d.parquet", "d.json"):
+        (tmp_path / name).write_bytes(FILES[name])
+        options: Any = {"max_length": 8, "vocab_size": 9}
+        found.append(list(load_dataset("d", tmp_path / name, "tokens", **options).samples))
+    assert found[0]
+    assert found == [found[0]] * 4
+
+
+def test_prompts_are_rows_or_text(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("[1, 2, what comes next?\n\nmore\n")
+    assert read_prompt_lines(path) == ["[1, 2, what comes next?", "more"]
+    for name in ("d.jsonl", "d.csv", "d.json", "d.parquet"):
+        (tmp_path / name).write_bytes(FILES[name])
+        assert read_prompt_lines(tmp_path / name) == [row["prompt"] for row in ROWS]
+
+
+def test_prompts_of_text_end_at_newlines_only(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes("\ufeffone\ftwo\r\nthree\u0085four\u2028five\x1csix\n\n".encode())
+    assert read_prompt_lines(path) == ["one\ftwo", "three\u0085four\u2028five\x1csix"]
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="none: cannot be read: No such file or directory"):
+        list(read_rows(tmp_path / "none"))
