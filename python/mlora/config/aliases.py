@@ -17,8 +17,12 @@ NAMES = {
         "path": "file data_path data_files file_name dataset_path",
         "name": "adapter_name dataset_name id",
         "format": "type dataset_type data_format",
-        "eval_dataset": "val_dataset validation_dataset test_dataset eval_file val_file "
-        "validation_file val_set_size",
+        "eval_dataset": "val_dataset validation_dataset test_dataset eval_file val_file validation_file",
+        "validation_split": "val_set_size val_size val_split test_size eval_split",
+        "split": "dataset_split train_split",
+        "subset": "config_name dataset_config dataset_config_name subset_name",
+        "columns": "column_mapping column_map rename_columns",
+        "max_samples": "num_samples max_train_samples samples take",
         "lora": "lora_config peft peft_config",
         "init_from": "adapter_path resume_from lora_model_dir",
         "label_names": "id2label class_names",
@@ -89,7 +93,6 @@ _PACKED = "samples are always packed, without padding; remove this key"
 HINTS = {
     "adapter": "list adapters under adapters, each with its lora; that of a sweep belongs under sweep",
     "attn_implementation": "the run has its own attention over packed rows; remove this key",
-    "chat_template": "it is the tokenizer's; save it as chat_template.jinja in the base model's folder",
     "completion_only_loss": _COMPLETIONS,
     "dtype": _DTYPE,
     "group_by_length": _PACKED,

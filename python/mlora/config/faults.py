@@ -13,7 +13,7 @@ from mlora.config.lora_fields import CHOICES
 from mlora.config.offload_config import OffloadConfig
 from mlora.config.quantization_config import METHODS, QuantizationConfig
 from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
-from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
+from mlora.config.sections import DataFile, DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import SweepConfig
 from mlora.errors import literals, spelt_alike, unknown_value
@@ -128,6 +128,7 @@ def _message(fault: Any) -> str:
     kind, value, location = fault["type"], fault["input"], fault["loc"]
     if kind == "extra_forbidden":
         model = MODELS.get(str(location[0]), RunConfig) if location[1:] else RunConfig
+        model = DataFile if model is DatasetConfig and "path" in location[1:-1] else model
         in_lora = "lora" in location[1:-1]
         key = str(location[-1])
         known = CHOICES if in_lora else list(model.model_fields)

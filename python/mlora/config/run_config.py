@@ -248,7 +248,7 @@ class RunConfig(Strict):
         folders = [adapter.init_from for adapter in self.adapters if adapter.init_from]
         folders += self.sweep.folders if self.sweep else []
         return [
-            *(source.path for each in self.datasets for source, _ in each.sources),
+            *(file.path for dataset in self.datasets for file in dataset.path),
             *folders,
             self.base_model,
         ]

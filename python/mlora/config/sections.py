@@ -9,10 +9,16 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
-from mlora.config.strict import MOST, ResolvedPath, Strict, resolve_path, wrong_key
-from mlora.data.source import Source, is_hub_id
+from mlora.config.strict import MOST, ResolvedPath, Strict, is_hub_id, resolve_path, shown, wrong_key
 
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
 FORMATS_OF: dict[str, Sequence[str]] = {
@@ -54,22 +60,29 @@ class DataFile(Strict):
         return data_path(value, info)
 
 
+def is_hub_dataset(path: str) -> bool:
+    """Whether a path may be that of a dataset of the hub: ``owner/name``, without a suffix."""
+    return "/" in path and is_hub_id(path) and not os.path.splitext(path)[1]
+
+
 def data_path(value: str, info: ValidationInfo) -> str:
     """Returns the id of a dataset of the hub as it is, and a path as an absolute one."""
     if "://" in value:
         raise ValueError(f"{value} is a web address; download the file and give its path")
     path = resolve_path(value, info)
-    return value if is_hub_id(value) and not os.path.exists(path) else path
+    return value if is_hub_dataset(value) and not os.path.exists(path) else path
 
 
 class DatasetConfig(Strict):
     """Named rows, and how they are read.
 
-    ``path`` is a jsonl, JSON, CSV, TSV, Parquet or Arrow file; a folder that ``Dataset.save_to_disk`` wrote;
-    a dataset of the hub (``owner/name``, with ``split``, ``subset`` and ``revision``); or a list of these,
-    each with a ``weight`` if need be. ``columns`` says which column holds a field of the format. With
-    ``validation_split`` (a share, or a number of samples) some samples are held out: ``eval_dataset`` means
-    these, and ``dataset`` all others. ``chat_template`` is a Jinja file in place of the model's template.
+    ``path`` is a jsonl, JSON, CSV, TSV, Parquet or Arrow file; a folder that ``Dataset.save_to_disk`` wrote,
+    or one of data files; a dataset of the hub (``owner/name``, with ``split``, ``subset`` and ``revision``);
+    or a list of these, each with a ``weight`` if need be. ``columns`` says which column holds a field of the
+    format. Of each file, the first ``max_samples`` rows are read. With ``streaming``, which needs them, no
+    file is downloaded or read to its end. With ``validation_split`` (a share, or a number of samples) some
+    samples are held out: ``eval_dataset`` means these, and ``dataset`` all others. ``chat_template`` is a
+    Jinja file in place of the model's template.
 
     Each format trains the tokens that TRL's ``SFTTrainer`` trains on the same data:
 
@@ -93,11 +106,13 @@ class DatasetConfig(Strict):
     """
 
     name: str = Field(min_length=1)
-    path: str | list[str | DataFile] = Field(min_length=1)
-    split: str = "train"
+    path: list[DataFile] = Field(min_length=1)
+    split: str | None = None
     subset: str | None = None
     revision: str | None = None
     columns: dict[str, str] = Field(default_factory=dict)
+    max_samples: int | None = Field(default=None, ge=1, le=MOST)
+    streaming: bool = False
     validation_split: float | None = Field(default=None, gt=0)
     chat_template: ResolvedPath | None = None
     format: Literal[
@@ -113,20 +128,33 @@ class DatasetConfig(Strict):
         "question_answering",
     ]
 
-    @field_validator("path")
+    @field_validator("path", mode="before")
     @classmethod
-    def _path(cls, value: str | list[str | DataFile], info: ValidationInfo) -> str | list[str | DataFile]:
-        if isinstance(value, str):
-            return data_path(value, info)
-        return [data_path(each, info) if isinstance(each, str) else each for each in value]
+    def _listed(cls, value: Any) -> Any:
+        """Lists files with their weights, of which a path alone has none."""
+        if not isinstance(value, str | list):
+            raise ValueError(f"must be a path or a list of paths, got {shown(value)}")
+        listed = [value] if isinstance(value, str) else value
+        return [{"path": each} if isinstance(each, str) else each for each in listed]
 
-    @property
-    def sources(self) -> list[tuple[Source, float]]:
-        """Where its rows come from, with the weight of each."""
-        how = self.split, self.subset, self.revision, tuple(self.columns.items())
-        listed = self.path if isinstance(self.path, list) else [self.path]
-        files = [(each.path, each.weight) if isinstance(each, DataFile) else (each, 1.0) for each in listed]
-        return [(Source(path, *how), weight) for path, weight in files]
+    @field_serializer("path")
+    def _shortest(self, files: list[DataFile]) -> str | list[str | dict[str, Any]]:
+        short = [file.path if file.weight == 1 else file.model_dump() for file in files]
+        alone = short[0] if len(short) == 1 else None
+        return alone if isinstance(alone, str) else short
+
+    @field_validator("validation_split")
+    @classmethod
+    def _share(cls, value: float | None) -> float | None:
+        if value is not None and value >= 1 and value != int(value):
+            raise ValueError(f"{value:g} is neither a share below 1 nor a whole number of samples")
+        return value
+
+    @model_validator(mode="after")
+    def _bounded(self) -> DatasetConfig:
+        if self.streaming and self.max_samples is None:
+            raise wrong_key("streaming", "needs max_samples: how many rows to read of each file")
+        return self
 
 
 def parse_size(value: Any) -> int:

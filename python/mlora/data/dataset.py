@@ -100,8 +100,9 @@ def load_dataset(
         digest = source.fingerprint()  # afterwards, since a pipe is read once
     else:
         digest = source.fingerprint()
-        read = digest, source.split, source.columns, format, assistant_only_loss, style, labels
-        key = table_key(tokenizer, *read, max_length, vocab_size, max_positions)
+        where = digest, source.split, source.subset, source.columns
+        how = format, assistant_only_loss, style, labels, max_length, vocab_size, max_positions
+        key = table_key(tokenizer, *where, *how)
         samples = cache.table(key, kept, counts)
     total = counts.pop(_TOTAL, 0)
     if not total:

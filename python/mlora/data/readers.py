@@ -37,22 +37,15 @@ _PACKED: dict[bytes, Callable[[Path], Any]] = {
 _SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}
 
 
-def read_rows(path: Path, split: str = "train") -> Iterator[Row]:
-    """Yields the rows of a file, or of a folder that `datasets.Dataset.save_to_disk` wrote.
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yields the rows of a jsonl, JSON (a list of objects), CSV, TSV, Parquet or Arrow file.
 
-    Files are jsonl, JSON (a list of objects), CSV, TSV, Parquet or Arrow. Their content tells which; of CSV
-    and TSV, their names. jsonl, JSON, CSV and TSV may be packed (gzip, bzip2, xz, zstd).
-
-    Args:
-        path: of the file or folder.
-        split: of a folder with several.
+    Its content tells which; of CSV and TSV, its name. jsonl, JSON, CSV and TSV may be packed (gzip, bzip2,
+    xz, zstd). Only a JSON list is in memory as a whole.
 
     Raises:
         RunError: it cannot be read, or is of another kind; names the file and, if it can, the line.
     """
-    if path.is_dir():
-        yield from _folder(path, split)
-        return
     try:
         start = _start(path)
         for magic, what in _REFUSED.items():
@@ -203,20 +196,3 @@ def _rows_of(path: Path, batches: Iterator[Any]) -> Iterator[Row]:
 def given(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields that a row of a table has; one that it lacks is null there."""
     return {key: value for key, value in fields.items() if value is not None}
-
-
-def _folder(path: Path, split: str) -> Iterator[Row]:
-    from datasets import DatasetDict, load_from_disk
-
-    try:
-        found = load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{path}: is no folder that Dataset.save_to_disk wrote: {first_line(error)}; give its files"
-        ) from error
-    if isinstance(found, DatasetDict):
-        if split not in found:
-            raise RunError(f"{path}: has no split {split!r}; it has {', '.join(found)}")
-        found = found[split]
-    for number, fields in enumerate(found, 1):
-        yield f"{path}, row {number}", given(fields)

@@ -1,44 +1,44 @@
-"""Where the rows of a dataset come from: a file, a saved folder, or a dataset of the hub."""
+"""Where the rows of a dataset come from: a file, a folder, or a dataset of the hub."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mlora.config.sections import DatasetConfig, is_hub_dataset
 from mlora.data.readers import Row, given, read_rows
 from mlora.errors import RunError, first_line
-
-_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-def is_hub_id(path: str) -> bool:
-    """Whether a path may be that of a dataset of the hub: ``owner/name``, without a suffix."""
-    return bool(_HUB.fullmatch(path)) and not Path(path).suffix
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file, a folder that `datasets.Dataset.save_to_disk` wrote, or a dataset of the hub.
+    """A file, a folder, or a dataset of the hub.
 
     Attributes:
-        path: of the file or folder, absolute; or the hub's ``owner/name``.
-        split: of a folder with several, or of the hub's.
-        subset: of the hub's, which it calls a configuration.
+        path: of the file or folder, absolute; or the hub's ``owner/name``. A folder is one that
+            `datasets.Dataset.save_to_disk` wrote, or one of data files.
+        split: of a folder or of the hub's; None: ``train``.
+        subset: of a folder of data files or of the hub's, which it calls a configuration.
         revision: of the hub's: a branch, tag or commit.
         columns: fields, and the columns that hold them; other columns keep their names.
+        streaming: the hub's files are not downloaded as a whole, and files are not read to compute a
+            fingerprint.
+        limit: at most so many rows are read, the first ones; None: all.
     """
 
     path: str
-    split: str = "train"
+    split: str | None = None
     subset: str | None = None
     revision: str | None = None
     columns: tuple[tuple[str, str], ...] = ()
+    streaming: bool = False
+    limit: int | None = None
 
     def rows(self) -> Iterator[Row]:
         """Yields the rows, with the names of fields.
@@ -46,8 +46,22 @@ class Source:
         Raises:
             RunError: they cannot be read, or a column is missing.
         """
-        rows = self._of_hub() if is_hub_id(self.path) else read_rows(Path(self.path), self.split)
-        yield from self._renamed(rows) if self.columns else rows
+        self._check()
+        if is_hub_dataset(self.path) or os.path.isdir(self.path):
+            rows = self._of_datasets()
+        else:
+            rows = read_rows(Path(self.path))
+        yield from islice(self._renamed(rows) if self.columns else rows, self.limit)
+
+    def _check(self) -> None:
+        """Refuses what would be ignored. Raises RunError."""
+        known = {"split": self.split, "subset": self.subset, "revision": self.revision}
+        if not is_hub_dataset(self.path):
+            folder = os.path.isdir(self.path)
+            for key in ("revision",) if folder else known:
+                if known[key] is not None:
+                    where = "the hub" if folder else "folders and of the hub"
+                    raise RunError(f"{self.path}: {key} is for datasets of {where}; remove it")
 
     def _renamed(self, rows: Iterator[Row]) -> Iterator[Row]:
         taken = {column for _, column in self.columns}
@@ -59,31 +73,60 @@ class Source:
             rest = {key: value for key, value in fields.items() if key not in taken}
             yield place, rest | {name: fields[column] for name, column in self.columns}
 
-    def _of_hub(self) -> Iterator[Row]:
+    def _of_datasets(self) -> Iterator[Row]:
         for number, fields in enumerate(self._loaded(), 1):
             yield f"{self.path}, row {number}", given(fields)
 
     def _loaded(self) -> Any:
         import datasets
 
+        how = {"split": self.split or "train", "revision": self.revision, "streaming": self.streaming}
+        with self._faults():
+            if not any(os.path.isfile(os.path.join(self.path, name)) for name in _SAVED):
+                return datasets.load_dataset(self.path, self.subset, **how)
+            found = datasets.load_from_disk(self.path)
+        return self._split_of(found)
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Reports what `datasets` raises as a RunError of one line."""
+        import datasets
+
         try:
-            return datasets.load_dataset(self.path, self.subset, split=self.split, revision=self.revision)
-        except (OSError, ValueError) as error:  # what the hub's client raises is one of both
-            raise RunError(
-                f"{self.path}: no such file or folder, and as a dataset of the hub it cannot be read: "
-                f"{first_line(error)}"
-            ) from error
+            yield
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            folder = os.path.isdir(self.path)
+            what = "as a folder of data files" if folder else "no such file or folder, and on the hub"
+            raise RunError(f"{self.path}: {what} it cannot be read: {first_line(error)}") from error
+
+    def _split_of(self, found: Any) -> Any:
+        if not isinstance(found, dict):
+            if self.split is not None:
+                raise RunError(f"{self.path}: holds one split, without a name; remove split")
+            return found
+        split = self.split or "train"
+        if split not in found:
+            raise RunError(f"{self.path}: has no split {split!r}; it has {', '.join(found)}")
+        return found[split]
 
     def fingerprint(self) -> str:
         """Returns what tells the rows from others: a SHA-256 of the files, or what `datasets` computes."""
-        if is_hub_id(self.path):
-            return str(self._loaded()._fingerprint)
-        return fingerprint(self.path)
+        limit = "" if self.limit is None else f"first {self.limit} of "
+        if is_hub_dataset(self.path):
+            return limit + (self._of_builder() if self.streaming else str(self._loaded()._fingerprint))
+        return limit + (f"{self.path} {self.version}" if self.streaming else fingerprint(self.path))
+
+    def _of_builder(self) -> str:
+        import datasets
+
+        with self._faults():
+            builder = datasets.load_dataset_builder(self.path, self.subset, revision=self.revision)
+        return f"{self.path} {builder.config.name} {self.split or 'train'} {builder.hash}"
 
     @property
     def is_there(self) -> bool:
         """Whether the file or folder exists; the hub is not asked."""
-        return is_hub_id(self.path) or os.path.exists(self.path)
+        return is_hub_dataset(self.path) or os.path.exists(self.path)
 
     @property
     def version(self) -> tuple[int, int] | None:
@@ -96,11 +139,21 @@ class Source:
     @property
     def size(self) -> float:
         """The bytes of the file or folder; infinite for a dataset of the hub."""
-        if is_hub_id(self.path):
+        if is_hub_dataset(self.path):
             return float("inf")
         path = Path(self.path)
         files = path.rglob("*") if path.is_dir() else [path]
         return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def sources_of(dataset: DatasetConfig) -> list[tuple[Source, float]]:
+    """Returns where a dataset's rows come from, with the weight of each."""
+    columns = tuple(dataset.columns.items())
+    how = dataset.split, dataset.subset, dataset.revision, columns, dataset.streaming, dataset.max_samples
+    return [(Source(file.path, *how), file.weight) for file in dataset.path]
+
+
+_SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes
 
 
 def fingerprint(path: str | Path) -> str:

@@ -271,6 +271,11 @@ class Samples(Sequence[Any]):
         """Returns the index of a sample with the longest single sequence."""
         return int(np.argmax(self._of_all(_Part.longest)))
 
+    @property
+    def tokens(self) -> int:
+        """The rows of all samples."""
+        return int(self._of_all(_Part.rows).sum())
+
     def _of_all(self, of: Callable[[_Part, type], NDArray[np.int64]]) -> NDArray[np.int64]:
         found = np.concatenate([np.zeros(0, np.int64), *(of(part, self._kind) for part in self._parts)])
         return found if self._rows is None else found[self._rows]

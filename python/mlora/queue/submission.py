@@ -14,6 +14,7 @@ from mlora.config.sections import DatasetConfig
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import is_trial
 from mlora.config.yaml_file import read_yaml
+from mlora.data.source import sources_of
 from mlora.errors import RunError, first_fault, first_line
 
 
@@ -44,7 +45,7 @@ def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> di
     used = {new.dataset, new.eval_dataset}
     known = [dataset for dataset in resolved.datasets if dataset.name in used]
     for dataset in known:
-        for source, _ in dataset.sources:
+        for source, _ in sources_of(dataset):
             if not source.is_there:
                 raise RunError(f"{path}: dataset {dataset.name!r}: {source.path} does not exist")
     if new.init_from is not None and not (Path(new.init_from) / "adapter_config.json").is_file():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlora.config.run_config import RunConfig
-from mlora.data.source import fingerprint
+from mlora.data.source import fingerprint, sources_of
 from mlora.errors import RunError
 from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import digests_of, name_of, sources_of_loss
@@ -62,7 +62,7 @@ def inputs_of_sweep(config: RunConfig) -> dict[str, list[str]]:
     named = {sample.get(key) for sample in samples for key in ("dataset", "eval_dataset")}
     for data in (each for each in config.datasets if each.name in named):
         with suppress(RunError):  # trials whose data cannot be read are refused
-            found[f"the dataset {data.name}"] = [source.fingerprint() for source, _ in data.sources]
+            found[f"the dataset {data.name}"] = [source.fingerprint() for source, _ in sources_of(data)]
     for folder in config.sweep.folders:
         files = sorted([*Path(folder).glob("adapter_*.*"), *Path(folder).glob("labels.json")])
         found[f"init_from ({folder})"] = [fingerprint(file) for file in files]

@@ -12,6 +12,7 @@ from mlora.config.sections import OF_TASKS, DatasetConfig
 from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
 from mlora.data.readers import Row
+from mlora.data.source import sources_of
 from mlora.errors import RunError
 from mlora.model.labels import MULTI_LABEL, REGRESSION, add_labels, check_labels, problem_of
 from mlora.model.task_heads import why_not_started
@@ -26,7 +27,7 @@ _TEXTS = {"classification": "text", "question_answering": "question"}
 
 def rows_of(dataset: DatasetConfig) -> Iterator[Row]:
     """Yields the rows of a dataset, with the names of its format."""
-    for source, _ in dataset.sources:
+    for source, _ in sources_of(dataset):
         yield from source.rows()
 
 

@@ -21,6 +21,7 @@ from mlora.data.label_formats import LabelRules
 from mlora.data.preference import joined as joint
 from mlora.data.record import Sample, sequence_lengths
 from mlora.data.sampler import BatchPlan, task_seed
+from mlora.data.source import sources_of
 from mlora.data.token_cache import TokenCache
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
@@ -260,7 +261,7 @@ class TaskBuilder:
         A submitted task reads files that have changed anew; all trials of a sweep read the first.
         """
         trials = self._config.sweep is not None
-        return [(source, None if trials else source.version) for source, _ in dataset.sources]
+        return [(source, None if trials else source.version) for source, _ in sources_of(dataset)]
 
     def _plan(self, adapter: AdapterConfig, data: Dataset) -> BatchPlan:
         return BatchPlan(
@@ -298,12 +299,12 @@ class TaskBuilder:
                 labels=labels,
                 cache=self._cache,
             )
-            for source, _ in dataset.sources
+            for source, _ in sources_of(dataset)
         ]
         seed, share = task_seed(self._config.seed, f"dataset {dataset.name}"), dataset.validation_split
         if share is not None:
             parts = [held_out(part, share, seed)[held] for part in parts]
-        weights = [1.0 if held else weight for _, weight in dataset.sources]
+        weights = [1.0 if held else weight for _, weight in sources_of(dataset)]
         self._loaded[key] = joined(parts, weights, seed)
         self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
         return self._loaded[key]

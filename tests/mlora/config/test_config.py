@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from mlora.config.config_file import dump_config, load_config, resolve_config
 from mlora.config.run_config import RunConfig, TrainingFields
+from mlora.config.sections import DataFile
 from mlora.engine.engine import Engine
 from mlora.offload.options import OffloadOptions
 from mlora.optim.registry import optimizer_names
@@ -53,7 +54,7 @@ def test_paths_resolve_against_the_folder_of_the_file(tmp_path: Path, base: dict
     config = load_config(write(tmp_path, base))
     assert config.base_model == str(tmp_path / "model")
     assert config.output_dir == str(tmp_path / "runs" / "one")
-    assert config.datasets[0].path == str(tmp_path / "d.jsonl")
+    assert config.datasets[0].path == [DataFile(path=str(tmp_path / "d.jsonl"))]
 
 
 def test_resolved_file_reads_back_to_the_same_config(tmp_path: Path, base: dict) -> None:

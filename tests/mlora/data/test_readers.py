@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
 from mlora.data.dataset import load_dataset, read_prompt_lines
 from mlora.data.readers import read_rows
 from mlora.errors import RunError
@@ -77,20 +76,6 @@ FILES = {
 def test_the_same_rows(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(FILES[name])
     assert [fields for _, fields in read_rows(tmp_path / name)] == ROWS
-
-
-def test_folders(tmp_path: Path) -> None:
-    Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
-    DatasetDict(train=Dataset.from_list(ROWS), held=Dataset.from_list(ROWS[:1])).save_to_disk(
-        tmp_path / "two"
-    )
-    assert [fields for _, fields in read_rows(tmp_path / "one")] == ROWS
-    assert [fields for _, fields in read_rows(tmp_path / "two")] == ROWS
-    assert [fields for _, fields in read_rows(tmp_path / "two", "held")] == ROWS[:1]
-    with pytest.raises(RunError, match=r"two: has no split 'test'; it has train, held$"):
-        list(read_rows(tmp_path / "two", "test"))
-    with pytest.raises(RunError, match=r"is no folder that Dataset\.save_to_disk wrote: .*; give its files$"):
-        list(read_rows(tmp_path))
 
 
 def test_what_a_row_of_a_table_lacks_is_missing(tmp_path: Path) -> None:

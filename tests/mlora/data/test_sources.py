@@ -1,5 +1,6 @@
 """Where rows come from: columns, several files with weights, samples that are held out, the hub."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 from mlora.config.config_file import resolve_config
+from mlora.config.run_config import RunConfig
 from mlora.data.dataset import Dataset, held_out, joined, load_dataset
 from mlora.data.source import Source
 from mlora.errors import RunError
@@ -108,26 +110,149 @@ def test_a_run_of_several_files_with_a_held_out_part(tiny_base: Path, tmp_path: 
     assert train(resolve_config(data, folder=tmp_path)).status == "finished"
 
 
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"input_ids": [n, 1]} for n in range(count)]
+
+
+def first_ids(source: Source) -> list[int]:
+    return [fields["input_ids"][0] for _, fields in source.rows()]
+
+
+def test_folders_that_datasets_saved(tmp_path: Path) -> None:
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    datasets.Dataset.from_list(rows(3)).save_to_disk(one)
+    splits = {"train": datasets.Dataset.from_list(rows(2)), "held": datasets.Dataset.from_list(rows(1))}
+    datasets.DatasetDict(splits).save_to_disk(two)
+    assert first_ids(Source(one)) == [0, 1, 2]
+    assert first_ids(Source(two)) == [0, 1]
+    assert first_ids(Source(two, split="held")) == [0]
+    for source, message in (
+        (Source(two, split="test"), "two: has no split 'test'; it has train, held"),
+        (Source(one, split="train"), "one: holds one split, without a name; remove split"),
+        (Source(one, revision="v1"), "one: revision is for datasets of the hub; remove it"),
+    ):
+        with pytest.raises(RunError, match=f"{message}$"):
+            first_ids(source)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `datasets` prepares is kept in a folder of the test."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "prepared"))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_folder_of_data_files(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name, count in (("train-0.jsonl", 3), ("train-1.jsonl", 2), ("test.jsonl", 1)):
+        write_jsonl(folder / name, rows(count))
+    assert first_ids(Source(str(folder))) == [0, 1, 2, 0, 1]
+    assert first_ids(Source(str(folder), split="test")) == [0]
+    assert first_ids(Source(str(folder), streaming=True, limit=4)) == [0, 1, 2, 0]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunError, match="empty: as a folder of data files it cannot be read: "):
+        first_ids(Source(str(tmp_path / "empty")))
+    with pytest.raises(RunError, match=r"test\.jsonl: split is for datasets of folders and of the hub"):
+        first_ids(Source(str(folder / "test.jsonl"), split="train"))
+
+
+def hub_run(base: Path, folder: Path, **dataset: Any) -> dict[str, Any]:
+    data = run_data(base, folder, data_cache=str(folder / "cache"))
+    data["datasets"] = [{"name": "hub", "path": "owner/name", "format": "tokens", **dataset}]
+    data["adapters"] = [data["adapters"][0] | {"dataset": "hub", "eval_dataset": None, "eval_steps": None}]
+    return data
+
+
+@pytest.mark.usefixtures("own_cache")
 def test_a_dataset_of_the_hub(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` finds ``owner/name`` in the working directory, which is not the config's folder."""
+    hub = tmp_path / "hub" / "owner" / "name"
+    hub.mkdir(parents=True)
+    datasets.Dataset.from_list(rows(9)).to_parquet(hub / "train.parquet")
+    monkeypatch.chdir(tmp_path / "hub")
+    assert ids_of(task_of(hub_run(tiny_base, tmp_path), tiny_base, tmp_path).data) == [*range(9)]
+    data = hub_run(tiny_base, tmp_path, split="train[2:5]")
+    task = task_of(data, tiny_base, tmp_path)
+    assert ids_of(task.data) == [2, 3, 4]
+    assert task_of(data, tiny_base, tmp_path).data.fingerprint == task.data.fingerprint
+    first = task_of(hub_run(tiny_base, tmp_path, streaming=True, max_samples=4), tiny_base, tmp_path).data
+    assert ids_of(first) == [0, 1, 2, 3]
+    again = task_of(hub_run(tiny_base, tmp_path, streaming=True, max_samples=4), tiny_base, tmp_path)
+    assert again.data.fingerprint == first.fingerprint
+    other = task_of(hub_run(tiny_base, tmp_path, streaming=True, max_samples=3), tiny_base, tmp_path)
+    assert other.data.fingerprint != first.fingerprint
+
+
+def test_what_the_hub_is_asked(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def load_dataset(path: str, subset: str | None, **how: Any) -> datasets.Dataset:
         asked.append((path, subset, how))
-        return datasets.Dataset.from_list([{"input_ids": [n, 1]} for n in range(5)])
+        return datasets.Dataset.from_list(rows(5))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    data = run_data(tiny_base, tmp_path, data_cache=str(tmp_path / "cache"))
-    hub = {"path": "owner/name", "split": "train[:5]", "subset": "s", "revision": "v1"}
-    data["datasets"] = [{"name": "hub", "format": "tokens", **hub}]
-    data["adapters"] = [data["adapters"][0] | {"dataset": "hub", "eval_dataset": None, "eval_steps": None}]
+    data = hub_run(tiny_base, tmp_path, split="held", subset="s", revision="v1")
     assert ids_of(task_of(data, tiny_base, tmp_path).data) == [0, 1, 2, 3, 4]
-    assert set(map(str, asked)) == {str(("owner/name", "s", {"split": "train[:5]", "revision": "v1"}))}
+    how = {"split": "held", "revision": "v1", "streaming": False}
+    assert asked == [("owner/name", "s", how)] * len(asked) != []
 
 
-def test_what_is_nowhere(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*args: Any, **how: Any) -> None:
         raise FileNotFoundError("Dataset 'owner/name' doesn't exist on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(RunError, match=r"^owner/name: no such file or folder, and as a dataset of"):
+    message = "^owner/name: no such file or folder, and on the hub it cannot be read: Dataset 'owner/name'"
+    with pytest.raises(RunError, match=message):
         list(Source("owner/name").rows())
+
+
+def test_a_file_is_read_up_to_the_last_sample(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", rows(5))
+    path.write_text(path.read_text() + "no JSON")
+    limited, streamed = (Source(str(path), limit=5, streaming=streaming) for streaming in (False, True))
+    assert first_ids(limited) == first_ids(streamed) == [0, 1, 2, 3, 4]
+    with pytest.raises(RunError, match=r"d\.jsonl:6: is not JSON"):
+        first_ids(Source(str(path), limit=6))
+    assert limited.fingerprint() != Source(str(path)).fingerprint()
+    before = streamed.fingerprint()
+    path.write_text(path.read_text() + "more")
+    assert streamed.fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"streaming": True},
+            "datasets[0].streaming: needs max_samples: how many rows to read of each file",
+        ),
+        ({"validation_split": 2.5}, "validation_split: 2.5 is neither a share below 1 nor a whole number"),
+        ({"path": "https://x/y.jsonl"}, "path: https://x/y.jsonl is a web address"),
+        ({"path": []}, "path"),
+        ({"path": [{"path": "a.jsonl", "wieght": 2}]}, "did you mean 'weight'"),
+        ({"max_samples": 0}, "max_samples"),
+    ],
+)
+def test_keys_that_are_refused(keys: dict[str, Any], message: str, tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    data["datasets"] = [{"name": "mix", "path": "a.jsonl", "format": "tokens"} | keys]
+    with pytest.raises(RunError, match=re.escape(message)) as error:
+        resolve_config(data, folder=tmp_path)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_paths_are_written_as_briefly_as_they_were(tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    here = str(tmp_path)
+    for given, written in (
+        ("a.jsonl", f"{here}/a.jsonl"),
+        (["a.jsonl"], f"{here}/a.jsonl"),
+        (["a.jsonl", {"path": "b", "weight": 2}], [f"{here}/a.jsonl", {"path": f"{here}/b", "weight": 2.0}]),
+        ([{"path": "owner/name", "weight": 0.5}], [{"path": "owner/name", "weight": 0.5}]),
+    ):
+        data["datasets"] = [data["datasets"][0] | {"path": given}, *data["datasets"][1:]]
+        config = resolve_config(data, folder=tmp_path)
+        assert config.datasets[0].model_dump()["path"] == written
+        assert RunConfig.model_validate(config.model_dump()).datasets == config.datasets

@@ -10,9 +10,11 @@ from limited_runs import Watching, ask, submission
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig
 from mlora.config.sections import DatasetConfig
-from mlora.data.dataset import load_dataset, read_lines
+from mlora.data.dataset import load_dataset
 from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules
+from mlora.data.readers import Row
+from mlora.data.source import Source
 from mlora.errors import RunError
 from mlora.model.base_info import BaseInfo
 from mlora.run.run import train
@@ -151,13 +153,14 @@ def test_a_file_is_read_once(
 ) -> None:
     """And only up to the line that tells all."""
     read: list[int] = []
+    rows = Source.rows
 
-    def counted(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, fields in read_lines(path):
-            read.append(number)
-            yield number, fields
+    def counted(source: Source) -> Iterator[Row]:
+        for place, fields in rows(source):
+            read.append(int(place.rpartition(":")[2]))
+            yield place, fields
 
-    monkeypatch.setattr("mlora.data.found_labels.read_lines", counted)
+    monkeypatch.setattr(Source, "rows", counted)
     assert rules_of(tmp_path, labels, **keys) is not None
     assert read == ([1] if labels == [0, 2] else list(range(1, len(labels) + 1)))
 
@@ -165,11 +168,11 @@ def test_a_file_is_read_once(
 def test_adapters_of_one_file_share_what_was_found(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Path] = []
+    asked: list[str] = []
 
-    def counted(path: Path, task: str) -> FoundLabels:
-        asked.append(path)
-        return find_labels(path, task)
+    def counted(rows: Iterator[Row], task: str) -> FoundLabels:
+        asked.append(task)
+        return find_labels(rows, task)
 
     monkeypatch.setattr("mlora.tasks.task.find_labels", counted)
     path = write_jsonl(tmp_path / "mood.jsonl", [{"text": "a", "label": label} for label in ("x", "y", "x")])
@@ -183,7 +186,7 @@ def test_adapters_of_one_file_share_what_was_found(
     config = resolve_config(data, folder=tmp_path)
     builder = TaskBuilder(config, BaseInfo(config.base_model))
     tasks = [builder.build(adapter) for adapter in config.adapters]
-    assert asked == [path]
+    assert asked == ["SEQ_CLS"]
     assert [labels_of(task.lora)["label_names"] for task in tasks if task.lora] == [["x", "y"]] * 2
 
 
