@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -187,7 +188,7 @@ class TaskBuilder:
         self._config = config
         self._base = base
         self._datasets = {dataset.name: dataset for dataset in config.datasets}
-        self._cache = TokenCache(Path(config.data_cache or constants.HF_HOME, "mlora"))
+        self._cache = TokenCache(Path(config.data_cache or os.path.join(constants.HF_HOME, "mlora")))
         self._found_labels: dict[Hashable, FoundLabels] = {}
         self._loaded: dict[tuple[Hashable, ...], Dataset] = {}
 

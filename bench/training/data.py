@@ -1,0 +1,167 @@
+"""What tokenised data takes in memory, and how soon a run over a million samples begins to train.
+
+    python bench/bench_data.py                  # results/data.{json,txt}
+    python bench/bench_data.py --quick --out /tmp/data
+
+Memory: 10 million tokens in 50,000 samples, a quarter of each not trained, read from jsonl of token ids. A
+process reads all samples once; its resident memory, less what it had before, is divided by the tokens.
+`table` is what runs have: a file that is mapped into memory. `tuples` is a list of Python tuples.
+
+Start: `mlora train` over jsonl of prompts and completions, and `mlora resume` after SIGINT. The time goes
+from the start of the process to the line of its first step in metrics.jsonl. 2,000 samples show what the
+process itself takes. `first` tokenises; `again` finds the table in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from shared import machine
+from shared.command_line import documented_parser
+from shared.results import RESULTS, write_json
+
+BASE = Path(__file__).resolve().parents[2] / "examples" / "tiny-base"
+LENGTH = 200
+
+
+def write_ids(path: Path, samples: int) -> None:
+    """Writes samples of token ids, the first quarter of each not trained."""
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(samples):
+            ids = [draw.randrange(50_000) for _ in range(LENGTH)]
+            labels = [-100] * (LENGTH // 4) + ids[LENGTH // 4 :]
+            file.write(json.dumps({"input_ids": ids, "labels": labels}) + "\n")
+
+
+def resident() -> dict[str, int]:
+    """Returns this process's resident bytes: all, and those that no file holds."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return {name: 1024 * int(fields[key].split()[0]) for name, key in (("all", "VmRSS"), ("own", "RssAnon"))}
+
+
+def measure_memory(kind: str, path: Path, cache: Path) -> None:
+    """Prints the bytes that the samples of a file take, per token, as JSON; in a process of its own."""
+    from mlora.data.dataset import load_dataset
+    from mlora.data.record import Sample
+    from mlora.data.token_cache import TokenCache
+
+    how = {"format": "tokens", "max_length": LENGTH, "vocab_size": 50_000, "cache": TokenCache(cache)}
+    samples = load_dataset("d", path, **how).samples  # makes the table, and loads what that needs
+    tokens = samples.tokens
+    del samples
+    gc.collect()
+    before = resident()
+    found = load_dataset("d", path, **how).samples
+    held: list[Sample] = []
+    for sample in found:
+        if kind == "tuples":
+            held.append(Sample(tuple(sample.input_ids), tuple(sample.labels)))
+    if kind == "tuples":
+        del found
+    gc.collect()
+    after = resident()
+    print(json.dumps({name: (after[name] - before[name]) / tokens for name in after}))
+
+
+def write_sums(path: Path, samples: int) -> None:
+    """Writes prompts with completions."""
+    draw = random.Random(0)
+    with path.open("w") as file:
+        for _ in range(samples):
+            a, b = draw.randrange(100), draw.randrange(100)
+            file.write(json.dumps({"prompt": f"{a} + {b} = ", "completion": str(a + b)}) + "\n")
+
+
+def seconds_to_step(command: list[str], run: Path) -> float:
+    """Starts a run, waits for its next step, interrupts it, and returns the seconds until that step."""
+    metrics = run / "metrics.jsonl"
+    known = metrics.stat().st_size if metrics.exists() else 0
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "mlora", *command], stdout=subprocess.DEVNULL)
+    try:
+        while not (metrics.exists() and _steps_after(metrics, known)):
+            if process.poll() is not None:
+                raise SystemExit(f"{command[0]} ended with {process.returncode}")
+            time.sleep(0.01)
+        return time.perf_counter() - start
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+
+
+def _steps_after(metrics: Path, known: int) -> bool:
+    """Whether a step was written behind the first `known` bytes; a new run's file is shorter."""
+    text = metrics.read_bytes()
+    return b'"loss"' in text[known if len(text) >= known else 0 :]
+
+
+def measure_start(folder: Path, samples: int, rounds: int) -> dict[str, float]:
+    """Returns the seconds until the first step of a first start, of others, and of resumes: medians."""
+    data, run, config = folder / f"{samples}.jsonl", folder / "run", folder / "run.yaml"
+    write_sums(data, samples)
+    adapter = {"name": "a", "dataset": "d", "lora": {"r": 4, "target_modules": ["q_proj"]}}
+    defaults = {"max_steps": 10**6, "per_device_train_batch_size": 8, "max_length": 64, "save_steps": 10**5}
+    written = {
+        "base_model": str(BASE),
+        "output_dir": str(run),
+        "device": "cpu",
+        "data_cache": str(folder / f"cache-{samples}"),
+        "defaults": defaults,
+        "datasets": [{"name": "d", "path": str(data), "format": "prompt_completion"}],
+        "adapters": [adapter],
+    }
+    config.write_text(json.dumps(written))
+    train = ["train", str(config), "--overwrite"]
+    found: dict[str, list[float]] = {"first": [], "again": [], "resume": []}
+    for name in ["first", *["again", "resume"] * rounds]:
+        if name == "again":
+            (run / "metrics.jsonl").unlink()
+        found[name].append(seconds_to_step(["resume", str(run)] if name == "resume" else train, run))
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def main() -> int:
+    parser = documented_parser(__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--rounds", type=int, default=3, help="second starts and resumes")
+    parser.add_argument("--out", default="data", help="name in results/, or a path")
+    parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory_of:
+        kind, path, cache = arguments.memory_of
+        measure_memory(kind, Path(path), Path(cache))
+        return 0
+    samples, many = (2_000, 4_000) if arguments.quick else (50_000, 1_000_000)
+    info = machine.describe()
+    lines = [f"{info['processor']}, torch {info['torch']}, commit {info['commit']}"]
+    with tempfile.TemporaryDirectory() as name, machine.OtherProcesses() as others:
+        folder = Path(name)
+        write_ids(folder / "ids.jsonl", samples)
+        memory, words = {}, [sys.executable, sys.argv[0], "--memory-of"]
+        for kind in ("table", "tuples"):
+            command = [*words, kind, str(folder / "ids.jsonl"), str(folder / "cache")]
+            memory[kind] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+            whole, own = memory[kind]["all"], memory[kind]["own"]
+            lines.append(f"{kind:8} {whole:6.2f} bytes a token resident, {own:6.2f} of them in no file")
+        start = {str(count): measure_start(folder, count, arguments.rounds) for count in (2_000, many)}
+    for count, seconds in start.items():
+        told = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
+        lines.append(f"{int(count):9,} samples: seconds to the first step: {told}")
+    lines.append(f"other processes took {100 * (others.share or 0):.1f}% of the machine")
+    print("\n".join(lines))
+    out = Path(arguments.out) if "/" in arguments.out else RESULTS / arguments.out
+    write_json(out.with_suffix(".json"), {"machine": info, "memory": memory, "start": start})
+    out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+    return 0
