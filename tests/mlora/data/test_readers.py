@@ -8,6 +8,7 @@ import json
 import lzma
 import zipfile
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def zipped() -> bytes:
         ("d.csv", b"a,b\n\xff,2\n", "is not UTF-8: invalid start byte"),
         ("d.jsonl", b'{"a": 1}\n{\n', "d.jsonl:2: is not JSON: an object continues on the next line"),
     ],
+    ids=map(str, count()),
 )
 def test_what_cannot_be_read(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
