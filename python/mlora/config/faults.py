@@ -152,7 +152,9 @@ def _some_keys(location: Location) -> str:
     model = MODELS.get(str(location[0])) if location else None
     if model is None:
         return ""
-    keys: list[str] = [key for key in ("name", "dataset", "lora") if key in model.model_fields]
+    keys: list[str] = [
+        key for key in ("name", "path", "format", "dataset", "lora") if key in model.model_fields
+    ]
     keys += [key for key in model.model_fields if key not in keys]
     return f" ({', '.join(keys[:5])}{', …' if len(keys) > 5 else ''})"
 

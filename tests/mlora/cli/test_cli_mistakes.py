@@ -108,16 +108,15 @@ def test_faults_of_a_config_are_lines_of_the_command(run: Run, tiny_base: Path, 
     ]
 
 
-def test_a_csv_refuses_its_adapters_only(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_refuses_its_adapters_only(run: Run, tiny_base: Path, tmp_path: Path) -> None:
     data = run_data(tiny_base, tmp_path)
     data["datasets"].append({"name": "table", "path": "d.csv", "format": "prompt_completion"})
     data["adapters"].append({"name": "third", "dataset": "table", "lora": {"r": 2}})
-    (tmp_path / "d.csv").write_text("prompt,completion\na,b\n")
+    (tmp_path / "d.csv").write_text("prompt,completion\na,b,c\n")
     result = run("validate", write_run(tmp_path, data))
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[0].startswith(
-        f"error: third: refused: {tmp_path}/d.csv: is CSV; expected jsonl, one JSON object per line"
-        "; convert it with: python -c "
+    assert result.stderr.splitlines()[0] == (
+        f"error: third: refused: {tmp_path}/d.csv:2: has another number of values than the first line has names"
     )
 
 
