@@ -116,7 +116,8 @@ def test_a_damaged_file_refuses_its_adapters_only(run: Run, tiny_base: Path, tmp
     result = run("validate", write_run(tmp_path, data))
     assert result.exit_code == 1
     assert result.stderr.splitlines()[0] == (
-        f"error: third: refused: {tmp_path}/d.csv:2: has another number of values than the first line has names"
+        f"error: third: refused: {tmp_path}/d.csv:2: has another number of values than the first line has "
+        "names"
     )
 
 
