@@ -61,8 +61,8 @@ class DatasetConfig(Strict):
       ``start_positions`` and ``end_positions`` (QUESTION_ANS).
     """
 
-    name: str = Field(min_length=1)
-    path: str = Field(min_length=1)
+    name: str = Field(min_length=1, description="Name by which adapters refer to the data.")
+    path: str = Field(min_length=1, description="The jsonl file; relative to the YAML's folder.")
     format: Literal[
         "tokens",
         "text",
@@ -74,7 +74,7 @@ class DatasetConfig(Strict):
         "unpaired",
         "classification",
         "question_answering",
-    ]
+    ] = Field(description="How a line is read, and which of its tokens are trained.")
 
     @field_validator("path")
     @classmethod
@@ -114,9 +114,21 @@ class SchedulerConfig(Strict):
     a group of a pipeline: ``token_balanced`` or ``in_order``.
     """
 
-    memory_limit: Size | None = None
-    policy: Literal["fcfs", "shortest_first"] = "fcfs"
-    placement: Literal["token_balanced", "in_order"] = "token_balanced"
+    memory_limit: Size | None = Field(
+        default=None,
+        description="Most memory of each stage's process (CPU), or of its allocator (GPU): bytes, or a "
+        "size such as `8GiB` or `500MB`; null: no limit.",
+    )
+    policy: Literal["fcfs", "shortest_first"] = Field(
+        default="fcfs",
+        description="Order of admission within a priority: `fcfs` by arrival, `shortest_first` by the "
+        "work that is left.",
+    )
+    placement: Literal["token_balanced", "in_order"] = Field(
+        default="token_balanced",
+        description="Which adapters share a group of the pipeline: `token_balanced` by tokens, `in_order`"
+        " as they are listed.",
+    )
 
     @property
     def limit_bytes(self) -> int | None:
@@ -134,11 +146,22 @@ class PipelineConfig(Strict):
     each of which trains adapters of its own.
     """
 
-    stages: int = Field(default=1, ge=1, le=4096)
-    schedule: Literal["lorapp", "gpipe", "1f1b"] = "lorapp"
-    micro_batches: int = Field(default=1, ge=1, le=MOST)
-    partition: list[int] | None = None
-    replicas: int = Field(default=1, ge=1, le=4096)
+    stages: int = Field(
+        default=1, ge=1, le=4096, description="Processes over which the decoder blocks are spread."
+    )
+    schedule: Literal["lorapp", "gpipe", "1f1b"] = Field(
+        default="lorapp",
+        description="`lorapp` keeps several groups of adapters under way; `gpipe` and `1f1b` batch all "
+        "adapters together.",
+    )
+    micro_batches: int = Field(default=1, ge=1, le=MOST, description="Pieces into which each batch is cut.")
+    partition: list[int] | None = Field(
+        default=None,
+        description="Decoder blocks of each stage; null: the cut that is measured to be fastest.",
+    )
+    replicas: int = Field(
+        default=1, ge=1, le=4096, description="Number of pipelines, each of which trains adapters of its own."
+    )
 
     @property
     def processes(self) -> int:
