@@ -34,6 +34,10 @@ def _schema(kind: str, items: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"type": kind, "items": items} if items else {"type": kind}
 
 
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]}
+
+
 def _note(value: Any, info: ValidationInfo) -> Any:
     if value != PeftNotes.model_fields[str(info.field_name)].default:
         raise ValueError("is not a setting of a run; remove this key")
@@ -102,12 +106,12 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 Modules = Annotated[
     Any,
     AfterValidator(_modules),
-    WithJsonSchema({"anyOf": [{"type": "string"}, _schema("array", {"type": "string"}), {"type": "null"}]}),
+    WithJsonSchema(_or_null({"anyOf": [{"type": "string"}, _schema("array", {"type": "string"})]})),
 ]
 Names = Annotated[
     Any,
     AfterValidator(_names),
-    WithJsonSchema({"anyOf": [_schema("array", {"type": "string"}), {"type": "null"}]}),
+    WithJsonSchema(_or_null(_schema("array", {"type": "string"}))),
 ]
 Spelt = Annotated[Any, AfterValidator(_spelt)]
 Note = Annotated[Any, AfterValidator(_note)]
@@ -210,7 +214,7 @@ NOT_SERVED = (
 """Fields of PEFT that may stand in a config with their defaults only."""
 _fields: Any = {
     **{
-        key: (Annotated[Any, WithJsonSchema(schema)], Field(default=None, description=text))
+        key: (Annotated[Any, WithJsonSchema(_or_null(schema))], Field(default=None, description=text))
         for key, (schema, text) in _OTHERS.items()
     },
     **{key: (Any, Field(default=None, description="Not supported.")) for key in NOT_SERVED},

@@ -8,7 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from mlora.config.strict import MOST, Strict, resolve_path, wrong_key
 
@@ -101,7 +108,19 @@ def _checked_size(value: Any) -> Any:
     return size if isinstance(value, float) else value
 
 
-Size = Annotated[int | str, BeforeValidator(_checked_size)]
+Size = Annotated[
+    int | str,
+    BeforeValidator(_checked_size),
+    WithJsonSchema(
+        {
+            "title": "size",
+            "anyOf": [
+                {"type": "number", "minimum": 1},
+                {"type": "string", "pattern": r"^\s*[0-9]*\.?[0-9]+\s*[KMGTkmgt]?[iI]?[bB]?\s*$"},
+            ],
+        }
+    ),
+]
 """Bytes, as they were written: a number, or a text that `parse_size` reads."""
 
 
