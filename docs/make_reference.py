@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
-MADE = "<!-- made by docs/make_reference.py; change the code that it reads -->\n\n"
+MADE = "\n<!-- made by docs/make_reference.py; change the code that it reads -->\n"
 FIRST = "0.1.0"
 """The version in which a key came that names none."""
 
@@ -43,7 +43,7 @@ Every key of the file that `mlora train` and `mlora sweep` read. `mlora schema` 
 - Names and defaults are those of Transformers' `TrainingArguments` and of PEFT's `LoraConfig`. `max_length` and `assistant_only_loss` are TRL's.
 - A relative path starts at the YAML's folder. `--set` overrides a key: `--set adapters.sums-r8.lora.r=4`.
 - A *size* is a number of bytes, or a text such as `8GiB` or `500MB`. *null* is YAML's word for no value.
-- An unknown key is refused with the nearest right name. So is a value that has no effect.
+- Every key works or is refused. An unknown key is refused with the nearest right name.
 
 """
 PARTS = {
@@ -86,7 +86,7 @@ def keys_page() -> str:
 
     schema = run_schema()
     parts = {"RunConfig": schema, **schema["$defs"]}
-    text = MADE + HEAD
+    text = HEAD
     for title, (part, words) in PARTS.items():
         text += f"## {title}\n\n"
         if title == "objective":
@@ -101,7 +101,7 @@ def keys_page() -> str:
         text += f"{words}\n\n" + table(COLUMNS, key_rows(_models()[part], properties))
         if part == "Lora":
             text += _unread()
-    return text.rstrip("\n") + "\n"
+    return text.rstrip("\n") + "\n" + MADE
 
 
 def _models() -> Mapping[str, type[BaseModel]]:
@@ -120,7 +120,13 @@ def key_rows(model: type[BaseModel], properties: Mapping[str, Any]) -> list[tupl
     """Returns a row for each key: those of a model that a schema's properties name."""
     fields = model.model_fields
     return [
-        (f"`{key}`", kind(schema), _default(fields[key]), fields[key].description or "", since(fields[key]))
+        (
+            f"`{key}`",
+            kind(_untitled(schema)),
+            _default(fields[key]),
+            fields[key].description or "",
+            since(fields[key]),
+        )
         for key, schema in properties.items()
     ]
 
@@ -129,6 +135,10 @@ def since(field: FieldInfo) -> str:
     """Returns the version in which a key came: its ``json_schema_extra={"since": ...}``, or the first."""
     extra = field.json_schema_extra
     return str(extra.get("since", FIRST)) if isinstance(extra, dict) else FIRST
+
+
+def _untitled(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key != "title"}
 
 
 def kind(schema: Mapping[str, Any]) -> str:
@@ -235,15 +245,14 @@ Every command of `mlora`, as `mlora COMMAND --help` prints it.
 def commands_page() -> str:
     """Returns the page of all commands."""
     import typer
-
     from mlora.cli.app import app
 
-    text = MADE + COMMANDS
+    text = COMMANDS
     for name, command in typer.main.get_command(app).commands.items():
         text += _command(f"mlora {name}", command)
         for inner, each in getattr(command, "commands", {}).items():
             text += _command(f"mlora {name} {inner}", each)
-    return text.rstrip("\n") + "\n"
+    return text.rstrip("\n") + "\n" + MADE
 
 
 def _command(name: str, command: Any) -> str:
@@ -323,7 +332,7 @@ def public_names() -> list[tuple[str, str]]:
 
 def names_page() -> str:
     """Returns the page of all public names in Python."""
-    text, last, rows = MADE + NAMES, "", list[tuple[str, str]]()
+    text, last, rows = NAMES, "", list[tuple[str, str]]()
     for package, name in [*public_names(), ("", "")]:
         if package != last and rows:
             text += _package(last, rows)
@@ -331,7 +340,7 @@ def names_page() -> str:
         last = package
         if package:
             rows.append((f"[`{name}`]({_source(package, name)})", _first_line(package, name)))
-    return text.rstrip("\n") + "\n"
+    return text.rstrip("\n") + "\n" + MADE
 
 
 def _package(package: str, rows: list[tuple[str, str]]) -> str:

@@ -14,7 +14,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)(?=[)#])")
-ROW = re.compile(r"^\| \[.*?\]\(([^)]+)\) \|", re.MULTILINE)
+ROW = re.compile(r"^\| \[(.+?)\]\(([^)]+)\) \|", re.MULTILINE)
 HIGHLIGHTED = {".py": "python", ".yaml": "yaml"}
 
 
@@ -23,7 +23,7 @@ def on_config(config: Any) -> Any:
     sections = re.split(r"^## (.+)$", (DOCS / "index.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     nav: list[Any] = [{"Home": "index.md"}]
     for title, text in zip(sections[1::2], sections[2::2], strict=True):
-        nav.append({title: ROW.findall(text)})
+        nav.append({title: [{label: page} for label, page in ROW.findall(text)]})
     decisions = sorted(str(page.relative_to(DOCS)) for page in (DOCS / "decisions").glob("*.md"))
     nav[-1][sections[-2]].append({"Decisions": decisions})
     config.nav = nav
