@@ -76,7 +76,7 @@ PARTS = {
 }
 """The sections of the page, in order: the part of the schema, and what stands above its table."""
 OF_PART = {part: title for title, (part, _) in PARTS.items()} | {"TrainingFields": "defaults"}
-COLUMNS = ("Key", "Type", "Default", "Meaning", "Since")
+COLUMNS = ("Key", "Meaning", "Type", "Default", "Since")
 
 
 def keys_page() -> str:
@@ -122,9 +122,9 @@ def key_rows(model: type[BaseModel], properties: Mapping[str, Any]) -> list[tupl
     return [
         (
             f"`{key}`",
+            fields[key].description or "",
             kind(_untitled(schema)),
             _default(fields[key]),
-            fields[key].description or "",
             since(fields[key]),
         )
         for key, schema in properties.items()

@@ -77,9 +77,12 @@ def test_no_key_is_newer_than_the_project(make_reference: ModuleType) -> None:
 
 def test_pages_name_options_and_keys() -> None:
     keys_page, commands = page("run-yaml.md"), page("command-line.md")
-    assert "| `max_length` | whole number ≥ 2 | 1024 | Most tokens of a sample;" in keys_page
-    assert "| `memory_limit` | size, null | null |" in keys_page
-    assert "| `loss_type` | `sigmoid`, `hinge`, `ipo`, `robust` | `sigmoid` |" in keys_page
+    assert "| `max_length` | Most tokens of a sample;" in keys_page
+    assert "counts them. | whole number ≥ 2 | 1024 | 0.1.0 |\n" in keys_page
+    assert "null: no limit. | size, null | null | 0.1.0 |\n" in keys_page
+    assert (
+        "| `loss_type` | Form of the loss. | `sigmoid`, `hinge`, `ipo`, `robust` | `sigmoid` |" in keys_page
+    )
     assert "| `--prompt PROMPT`, `-p PROMPT` | a prompt; may be repeated |  |" in commands
     assert "## mlora simulate offload\n" in commands
     assert "cuda:&lt;index>" in commands
