@@ -3,6 +3,7 @@
 # make nightly:    all families of models; the tests under other instruction sets, threads and orders
 # make peers:      tests that need TRL, bitsandbytes or torchao, in an environment of their own beside .venv
 # make gptq:       tests that need gptqmodel, in an environment of their own beside .venv
+# make docs:       the documentation's site in build/site, in an environment of its own
 # make soak:       long randomised runs; the log is kept in docs/soak.md
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,7 +13,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinit
 PARALLEL := -n $(WORKERS) --dist worksteal
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test suite peers gptq check style types format nightly soak bench clean
+.PHONY: env quickstart test suite peers gptq docs check style types format nightly soak bench clean
 
 env: $(STAMP)
 
@@ -31,6 +32,12 @@ GPTQ := .venv-gptq/.ready
 
 $(GPTQ): $(STAMP) .ci/make_peers_env.py
 	$(PYTHON) .ci/make_peers_env.py .venv .venv-gptq --gptqmodel
+	@touch $@
+
+DOCS := .venv-docs/.ready
+
+$(DOCS): pyproject.toml .ci/make_docs_env.py
+	$(PYTHON) .ci/make_docs_env.py .venv-docs
 	@touch $@
 
 quickstart: $(STAMP)
@@ -61,6 +68,7 @@ nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly $(PARALLEL)
 	$(BIN)/python .ci/matrix.py $(PARALLEL)
 	$(MAKE) --no-print-directory gptq
+	$(MAKE) --no-print-directory docs
 
 peers: export PYTHONDONTWRITEBYTECODE =
 peers: $(PEERS)
@@ -69,6 +77,12 @@ peers: $(PEERS)
 gptq: export PYTHONDONTWRITEBYTECODE =
 gptq: $(GPTQ)
 	.venv-gptq/bin/python -m pytest -m peers $(PARALLEL) --durations=10 $(shell find tests -name 'test_gptqmodel_*.py')
+
+# Material's notice of its successor is no warning about these pages
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(DOCS)
+	.venv-docs/bin/mkdocs build --strict --quiet
+	$(PYTHON) .ci/check_site.py build/site
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m soak
@@ -83,5 +97,5 @@ bench: $(STAMP)
 	$(BIN)/python bench/bench_train.py
 
 clean:
-	rm -rf build .venv .venv-peers .venv-gptq
+	rm -rf build .venv .venv-peers .venv-gptq .venv-docs
 	find mlora_ext -name '*.so' -delete

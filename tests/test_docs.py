@@ -67,5 +67,5 @@ def test_every_page_is_listed(page: Path) -> None:
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     if page.parent.name == "decisions":
         assert f"decisions/{page.name}" in design
-    elif page.parent.name == "docs" and page.name != "index.md":
-        assert f"({page.name})" in index
+    elif page.is_relative_to(ROOT / "docs") and page.name != "index.md":
+        assert f"({page.relative_to(ROOT / 'docs')})" in index

@@ -15,6 +15,7 @@ from mlora.cli.common import RunDir, begin, command, quantizes, reporter, run_he
 from mlora.cli.data import data
 from mlora.cli.generate import generate
 from mlora.cli.queue import CHANGES, change_tasks, status, submit
+from mlora.cli.schema import schema
 from mlora.cli.simulate import simulate
 from mlora.cli.tables import print_lines, print_rows
 from mlora.cluster.imports import end_imports_at_once
@@ -191,6 +192,7 @@ for name, what in CHANGES.items():
 
 app.command()(generate)
 app.add_typer(data, name="data")
+app.command()(schema)
 app.add_typer(simulate, name="simulate")
 
 

@@ -7,7 +7,15 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, StrictBool, ValidationInfo, create_model
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    StrictBool,
+    ValidationInfo,
+    WithJsonSchema,
+    create_model,
+)
 
 from mlora.config.aliases import nearest
 from mlora.config.strict import shown
@@ -20,6 +28,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mlora_ext.adapters.kind import LayerSpec
+
+
+def _schema(kind: str, items: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"type": kind, "items": items} if items else {"type": kind}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]}
 
 
 def _note(value: Any, info: ValidationInfo) -> Any:
@@ -87,8 +103,16 @@ _VALUES = {
 Rank = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 Alpha = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_not_zero)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
-Modules = Annotated[Any, AfterValidator(_modules)]
-Names = Annotated[Any, AfterValidator(_names)]
+Modules = Annotated[
+    Any,
+    AfterValidator(_modules),
+    WithJsonSchema(_or_null({"anyOf": [{"type": "string"}, _schema("array", {"type": "string"})]})),
+]
+Names = Annotated[
+    Any,
+    AfterValidator(_names),
+    WithJsonSchema(_or_null(_schema("array", {"type": "string"}))),
+]
 Spelt = Annotated[Any, AfterValidator(_spelt)]
 Note = Annotated[Any, AfterValidator(_note)]
 
@@ -110,29 +134,91 @@ class PeftNotes(BaseModel):
 class _Checked(PeftNotes, extra="forbid"):
     """The fields of PEFT's ``LoraConfig`` that can be checked without a model."""
 
-    r: Rank = 8
-    target_parameters: Names = None  # before target_modules, which may be empty beside it
-    target_modules: Modules = None
-    exclude_modules: Modules = None
-    lora_alpha: Alpha = 8
-    lora_dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
-    fan_in_fan_out: StrictBool = False
-    use_rslora: StrictBool = False
-    rank_pattern: dict[Pattern, Rank] | None = None
-    alpha_pattern: dict[Pattern, Alpha] | None = None
-    use_dora: StrictBool = False
-    bias: Spelt = None
-    init_lora_weights: Spelt = None
-    task_type: Spelt = None
+    r: Rank = Field(default=8, description="Rank of the low-rank parts.")
+    target_parameters: Names = Field(  # before target_modules, which may be empty beside it
+        default=None, description="Names of parameters to adapt, such as the stacked experts of a mixture."
+    )
+    target_modules: Modules = Field(
+        default=None,
+        description="Modules to adapt: `all-linear`, a list of names, or one regular expression; null: "
+        "PEFT's choice for the model.",
+    )
+    exclude_modules: Modules = Field(
+        default=None, description="Modules to leave out: a list of names, or one regular expression."
+    )
+    lora_alpha: Alpha = Field(
+        default=8, description="Scaling of the low-rank parts: alpha / r, with `use_rslora` alpha / √r."
+    )
+    lora_dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
+        default=0.0, description="Probability with which an input of the low-rank parts is dropped."
+    )
+    fan_in_fan_out: StrictBool = Field(
+        default=False, description="Whether layers store their weight as (inputs, outputs), as in GPT-2."
+    )
+    use_rslora: StrictBool = Field(
+        default=False, description="Whether alpha is divided by the root of the rank (rsLoRA)."
+    )
+    rank_pattern: dict[Pattern, Rank] | None = Field(
+        default=None, description="Ranks other than `r`, by names or regular expressions of modules."
+    )
+    alpha_pattern: dict[Pattern, Alpha] | None = Field(
+        default=None,
+        description="Alphas other than `lora_alpha`, by names or regular expressions of modules.",
+    )
+    use_dora: StrictBool = Field(default=False, description="Whether to train magnitudes, too (DoRA).")
+    bias: Spelt = Field(default=None, description="`none` only; a bias per adapter is `lora_bias`.")
+    init_lora_weights: Spelt = Field(
+        default=None,
+        description="How the adapter begins: true, false, `gaussian`, `orthogonal`, `eva`, `pissa`, "
+        "`pissa_niter_<n>`, `olora`, `corda`, `lora_ga` or `loftq`; null: true.",
+    )
+    task_type: Spelt = Field(
+        default=None,
+        description="What the adapter is for: it decides its head and its loss; null: CAUSAL_LM.",
+    )
 
 
-_UNCHECKED = (
-    "modules_to_save layers_to_transform layers_pattern megatron_config "
-    "trainable_token_indices loftq_config eva_config corda_config lora_ga_config velora_config "
-    "alora_invocation_tokens use_qalora monteclora_config layer_replication lora_bias use_bdlora "
-    "arrow_config kasa_config ensure_weight_tying"
+_CONFIG = _schema("object")
+_OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "modules_to_save": (
+        _schema("array", {"type": "string"}),
+        "Names of modules of which the adapter trains a copy of its own, such as `lm_head`.",
+    ),
+    "layers_to_transform": (
+        {"anyOf": [{"type": "integer"}, _schema("array", {"type": "integer"})]},
+        "Indices of the blocks to adapt; null: all.",
+    ),
+    "layers_pattern": (
+        {"anyOf": [{"type": "string"}, _schema("array", {"type": "string"})]},
+        "Name of the list of blocks, for `layers_to_transform`; null: PEFT's usual names.",
+    ),
+    "trainable_token_indices": (
+        {"anyOf": [_schema("array", {"type": "integer"}), _CONFIG]},
+        "Ids of the tokens whose embedding rows are trained, or a list of ids for each embedding.",
+    ),
+    "ensure_weight_tying": (
+        {"type": "boolean"},
+        "Whether `modules_to_save` of a tied embedding or head trains one copy for both.",
+    ),
+    "lora_bias": ({"type": "boolean"}, "Whether each low-rank part has a trained bias."),
+    "loftq_config": (_CONFIG, "Settings of `init_lora_weights: loftq`, PEFT's `LoftQConfig`."),
+    "eva_config": (_CONFIG, "Settings of `init_lora_weights: eva`, PEFT's `EvaConfig`."),
+    "corda_config": (_CONFIG, "Settings of `init_lora_weights: corda`, PEFT's `CordaConfig`."),
+    "lora_ga_config": (_CONFIG, "Settings of `init_lora_weights: lora_ga`, PEFT's `LoraGAConfig`."),
+}
+"""Fields that need a model to be checked: their JSON schema, and what they mean."""
+NOT_SERVED = (
+    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
+    *("monteclora_config", "use_bdlora", "use_qalora", "velora_config"),
 )
-_fields: Any = {key: (Any, None) for key in _UNCHECKED.split()}
+"""Fields of PEFT that may stand in a config with their defaults only."""
+_fields: Any = {
+    **{
+        key: (Annotated[Any, WithJsonSchema(_or_null(schema))], Field(default=None, description=text))
+        for key, (schema, text) in _OTHERS.items()
+    },
+    **{key: (Any, Field(default=None, description="Not supported.")) for key in NOT_SERVED},
+}
 # written down because importing PEFT takes seconds; a test compares them
 LoraFields = create_model("LoraFields", __base__=_Checked, **_fields)
 CHOICES = [key for key in LoraFields.model_fields if key not in PeftNotes.model_fields]

@@ -24,13 +24,35 @@ class OffloadConfig(Strict):
     temporary files. ``host_memory`` and ``device_memory`` bound what a plan may use.
     """
 
-    base: Place = "device"
-    optimizer: Place = "device"
-    activations: Literal["auto", "keep", "recompute", "swap"] = "keep"
-    folders: list[ResolvedPath] = Field(default_factory=list)
-    host_memory: Size | None = None
-    device_memory: Size | None = None
-    slots: int = Field(default=SLOTS, ge=2, le=MOST)
+    base: Place = Field(
+        default="device",
+        description="Where the linear weights of the blocks are; `host` on a CPU is the same as `device`.",
+    )
+    optimizer: Place = Field(
+        default="device", description="Where the optimizer's states are; `disk` needs `method: full`."
+    )
+    activations: Literal["auto", "keep", "recompute", "swap"] = Field(
+        default="keep",
+        description="What becomes of what a block needs for backward; `auto` plans it for each block.",
+    )
+    folders: list[ResolvedPath] = Field(
+        default_factory=list,
+        description="Folders for scratch files, which are striped over them; they must exist; empty: the "
+        "system's folder for temporary files.",
+    )
+    host_memory: Size | None = Field(
+        default=None,
+        description="Most memory of the machine that a plan of `activations: auto` may use; null: what is"
+        " free.",
+    )
+    device_memory: Size | None = Field(
+        default=None,
+        description="Most memory of the device that a plan of `activations: auto` may use; null: what is "
+        "free.",
+    )
+    slots: int = Field(
+        default=SLOTS, ge=2, le=MOST, description="Blocks in memory at once with `base: disk`."
+    )
 
     @property
     def options(self) -> OffloadOptions:

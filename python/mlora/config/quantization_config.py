@@ -34,10 +34,24 @@ class QuantizationConfig(Strict):
     share a scale; without it, a row (int8) or 32 (int4).
     """
 
-    method: str
-    double_quant: bool = False
-    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    group_size: int | None = Field(default=None, ge=1)
+    method: str = Field(
+        description="Format of the weights, from bitsandbytes (`bnb-`) or torchao (`torchao-`)."
+    )
+    double_quant: bool = Field(
+        default=False,
+        description="Whether the scales of 4-bit numbers are quantised, too (QLoRA); for `bnb-nf4` and "
+        "`bnb-fp4`.",
+    )
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="Type in which products with 4-bit weights are computed; null: that of the run.",
+    )
+    group_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Neighbouring numbers that share a scale; null: a row (`torchao-int8`) or 32 "
+        "(`torchao-int4`).",
+    )
 
     @model_validator(mode="before")
     @classmethod

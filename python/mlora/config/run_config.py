@@ -64,10 +64,22 @@ class TrainingFields(Strict):
     `mlora.config.best_rule`.
     """
 
-    per_device_train_batch_size: int = Field(default=8, ge=1, le=MOST)
-    per_device_eval_batch_size: int = Field(default=8, ge=1, le=MOST)
-    gradient_accumulation_steps: int = Field(default=1, ge=1, le=MOST)
-    learning_rate: float = Field(default=5e-5, ge=0, le=LARGEST["learning_rate"], allow_inf_nan=False)
+    per_device_train_batch_size: int = Field(
+        default=8, ge=1, le=MOST, description="Samples of the adapter in one training batch."
+    )
+    per_device_eval_batch_size: int = Field(
+        default=8, ge=1, le=MOST, description="Samples of the adapter in one evaluation batch."
+    )
+    gradient_accumulation_steps: int = Field(
+        default=1, ge=1, le=MOST, description="Batches whose gradients are added up for one optimizer step."
+    )
+    learning_rate: float = Field(
+        default=5e-5,
+        ge=0,
+        le=LARGEST["learning_rate"],
+        allow_inf_nan=False,
+        description="Peak of the learning rate.",
+    )
     lr_scheduler_type: Literal[
         "linear",
         "cosine",
@@ -79,35 +91,148 @@ class TrainingFields(Strict):
         "cosine_with_min_lr",
         "cosine_warmup_with_min_lr",
         "warmup_stable_decay",
-    ] = "linear"
-    lr_scheduler_kwargs: dict[str, Any] | None = None
-    warmup_steps: float = Field(default=0, ge=0, le=MOST)
-    max_steps: int = Field(default=-1, le=MOST)
-    num_train_epochs: float = Field(default=3.0, gt=0, le=MOST)
-    weight_decay: float = Field(default=0.0, ge=0, le=LARGEST["weight_decay"], allow_inf_nan=False)
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    adam_epsilon: float = Field(default=1e-8, ge=0, allow_inf_nan=False)
-    max_grad_norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    optim: str = "adamw_torch_fused"
-    loraplus_lr_ratio: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    loraplus_lr_embedding: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    objective: str | dict[str, Any] = CROSS_ENTROPY
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    eval_dataset: str | None = None
-    eval_steps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    eval_exact_match: bool = False
-    early_stopping_patience: int | None = Field(default=None, ge=1)
-    early_stopping_threshold: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    load_best_model_at_end: bool | None = None
-    metric_for_best_model: str | None = None
-    greater_is_better: bool | None = None
-    max_length: int = Field(default=1024, ge=2)
-    assistant_only_loss: bool = False
-    shuffle: bool = True
-    init_samples: int = Field(default=256, ge=1, le=MOST)
-    logging_steps: float = Field(default=500, gt=0, allow_inf_nan=False)
-    save_steps: float | None = Field(default=500, gt=0, allow_inf_nan=False)
+    ] = Field(default="linear", description="Schedule of the learning rate, by its name in Transformers.")
+    lr_scheduler_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Further arguments of the schedule, such as `num_cycles` or `min_lr`."
+    )
+    warmup_steps: float = Field(
+        default=0,
+        ge=0,
+        le=MOST,
+        description="Optimizer steps over which the learning rate rises from 0; below 1: a ratio of the "
+        "adapter's total steps.",
+    )
+    max_steps: int = Field(
+        default=-1, le=MOST, description="Optimizer steps to train; -1: train `num_train_epochs` instead."
+    )
+    num_train_epochs: float = Field(
+        default=3.0, gt=0, le=MOST, description="Passes over the dataset; read where `max_steps` is -1."
+    )
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        le=LARGEST["weight_decay"],
+        allow_inf_nan=False,
+        description="Weight decay of the optimizer; biases and norms have none.",
+    )
+    adam_beta1: float = Field(
+        default=0.9, ge=0, lt=1, description="First decay rate (beta1) of Adam and Lion."
+    )
+    adam_beta2: float = Field(
+        default=0.999,
+        ge=0,
+        lt=1,
+        description="Second decay rate (beta2) of Adam and Lion.",
+    )
+    adam_epsilon: float = Field(
+        default=1e-8, ge=0, allow_inf_nan=False, description="Number that Adam adds to the denominator."
+    )
+    max_grad_norm: float = Field(
+        default=1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Largest norm of the adapter's gradient, beyond which it is scaled down; 0: no clipping.",
+    )
+    optim: str = Field(
+        default="adamw_torch_fused",
+        description="Optimizer, by its name in Transformers; `lora_fa` is PEFT's.",
+    )
+    loraplus_lr_ratio: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="LoRA+: learning rate of `lora_B` divided by that of `lora_A`; null: both are equal.",
+    )
+    loraplus_lr_embedding: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="LoRA+: learning rate of low-rank parts of embeddings; null: 1e-6.",
+    )
+    objective: str | dict[str, Any] = Field(
+        default=CROSS_ENTROPY,
+        description="Loss of the adapter: a name, `module:function`, or a mapping of `name` and options.",
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        lt=2**63,
+        description="Seed of the adapter; null: derived from the run's seed and the adapter's name.",
+    )
+    eval_dataset: str | None = Field(
+        default=None,
+        description="Name of the dataset to evaluate on, before training, every `eval_steps` and at the "
+        "end; null: none.",
+    )
+    eval_steps: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Optimizer steps between evaluations; below 1: a ratio of the adapter's total steps; "
+        "null: before and after training only.",
+    )
+    eval_exact_match: bool = Field(
+        default=False,
+        description="Whether to complete the evaluation prompts greedily and count the completions that "
+        "are exactly right.",
+    )
+    early_stopping_patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="Evaluations in a row without improvement after which the adapter ends; null: it "
+        "makes all steps.",
+    )
+    early_stopping_threshold: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Smallest improvement that counts for early stopping.",
+    )
+    load_best_model_at_end: bool | None = Field(
+        default=None,
+        description="Whether to save the weights of the best evaluation instead of the last step; null: "
+        "only with early stopping.",
+    )
+    metric_for_best_model: str | None = Field(
+        default=None,
+        description="Metric by which evaluations are compared, with or without `eval_`; null: `loss`.",
+    )
+    greater_is_better: bool | None = Field(
+        default=None,
+        description="Whether a greater metric is better; null: yes, unless its name ends in `loss`.",
+    )
+    max_length: int = Field(
+        default=1024,
+        ge=2,
+        description="Most tokens of a sample; longer samples are cut, and a warning counts them.",
+    )
+    assistant_only_loss: bool = Field(
+        default=False, description="Whether to train only what the assistant says in a conversation."
+    )
+    shuffle: bool = Field(
+        default=True, description="Whether to draw samples in random order; false: in the file's order."
+    )
+    init_samples: int = Field(
+        default=256,
+        ge=1,
+        le=MOST,
+        description="Samples of the adapter's own data that `eva`, `corda` and `lora_ga` look at before "
+        "training.",
+    )
+    logging_steps: float = Field(
+        default=500,
+        gt=0,
+        allow_inf_nan=False,
+        description="Optimizer steps between printed lines; below 1: a ratio of the adapter's total "
+        "steps. `metrics.jsonl` has every step.",
+    )
+    save_steps: float | None = Field(
+        default=500,
+        gt=0,
+        allow_inf_nan=False,
+        description="Optimizer steps between checkpoints; below 1: a ratio of the adapter's total steps; "
+        "null: none before the end.",
+    )
 
     @field_validator("warmup_steps", "eval_steps", "logging_steps", "save_steps")
     @classmethod
@@ -145,16 +270,35 @@ class TrainingFields(Strict):
 class AdapterConfig(TrainingFields):
     """One task: an adapter, its data and its hyperparameters."""
 
-    name: str
-    dataset: str
-    lora: LoraBlock | None = None
-    init_from: ResolvedPath | None = None
-    num_labels: int | None = Field(default=None, ge=1, le=MOST)
+    name: str = Field(
+        description="Name of the adapter and of its folder: letters, digits, `_`, `-` and `+`, 100 at most."
+    )
+    dataset: str = Field(description="Name of the dataset to train on, one of `datasets`.")
+    lora: LoraBlock | None = Field(
+        default=None, description="Fields of PEFT's `LoraConfig`; needed unless `init_from` is given."
+    )
+    init_from: ResolvedPath | None = Field(
+        default=None,
+        description="PEFT folder of an adapter from which training goes on; relative to the YAML's folder.",
+    )
+    num_labels: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST,
+        description="Number of labels that the adapter's head predicts; null: found in the data.",
+    )
     problem_type: (
         Literal["regression", "single_label_classification", "multi_label_classification"] | None
-    ) = None
-    label_names: list[str] | None = None
-    priority: int = Field(default=0, ge=-MOST, le=MOST)
+    ) = Field(default=None, description="What a head of task_type SEQ_CLS predicts; null: found in the data.")
+    label_names: list[str] | None = Field(
+        default=None, description="Names of the labels, in the order of their ids; null: found in the data."
+    )
+    priority: int = Field(
+        default=0,
+        ge=-MOST,
+        le=MOST,
+        description="Tasks of higher priority are admitted first, and set others aside when memory is short.",
+    )
 
     @property
     def best_rule(self) -> BestRule | None:
@@ -198,26 +342,79 @@ class RunConfig(Strict):
         >>> config = RunConfig.model_validate(data, context={"folder": "examples"})
     """
 
-    base_model: str = Field(min_length=1)
-    output_dir: ResolvedPath
-    method: Method = "lora"
-    seed: int = Field(default=42, ge=0, lt=2**63)
-    data_cache: ResolvedPath | None = None
-    bf16: bool = False
-    fp16: bool = False
-    device: str | None = None
-    gradient_checkpointing: bool = False
-    base_gemm: Literal["aten", "onednn"] | None = None
-    pack_base: bool = False
-    save_total_limit: int = Field(default=2, ge=1)
-    defaults: TrainingFields = TrainingFields()
-    datasets: list[DatasetConfig] = Field(min_length=1)
-    sweep: SweepConfig | None = None
-    adapters: list[AdapterConfig]
-    scheduler: SchedulerConfig = SchedulerConfig()
-    pipeline: PipelineConfig = PipelineConfig()
-    offload: OffloadConfig = OffloadConfig()
-    quantization: QuantizationConfig | None = None
+    base_model: str = Field(
+        min_length=1,
+        description="Folder of the frozen base model, relative to the YAML's folder, or its id on the "
+        "Hugging Face hub.",
+    )
+    output_dir: ResolvedPath = Field(description="Folder that the run writes; relative to the YAML's folder.")
+    method: Method = Field(
+        default="lora",
+        description="`lora` trains adapters over a frozen base; `full` trains all weights of the model, "
+        "as one task.",
+    )
+    seed: int = Field(
+        default=42,
+        ge=0,
+        lt=2**63,
+        description="Seed from which the seed of each adapter is derived, with the adapter's name.",
+    )
+    data_cache: ResolvedPath | None = Field(
+        default=None, description="Folder of tokenised data; null: `mlora` below `HF_HOME`."
+    )
+    bf16: bool = Field(
+        default=False,
+        description="Whether the base model is held and computed in bfloat16; without `bf16` and `fp16`: "
+        "float32.",
+    )
+    fp16: bool = Field(
+        default=False,
+        description="Whether the base model is held and computed in float16, with a loss scaler for each "
+        "adapter.",
+    )
+    device: str | None = Field(
+        default=None,
+        description="`cpu`, `cuda` or `cuda:<index>`; null: CUDA if there is a GPU, else the CPU.",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Whether to recompute each block in the backward pass instead of keeping its "
+        "activations.",
+    )
+    base_gemm: Literal["aten", "onednn"] | None = Field(
+        default=None,
+        description="Library that multiplies by the frozen weights on a CPU; null: measured at the start,"
+        " because rounding depends on it.",
+    )
+    pack_base: bool = Field(
+        default=False,
+        description="Whether to keep the frozen weights in oneDNN's own layouts, too: faster on a CPU, "
+        "for about three times their memory.",
+    )
+    save_total_limit: int = Field(default=2, ge=1, description="Checkpoints that are kept.")
+    defaults: TrainingFields = Field(
+        default=TrainingFields(),
+        description="Training keys of all adapters; an adapter's own keys override them.",
+    )
+    datasets: list[DatasetConfig] = Field(
+        min_length=1, description="Data that adapters name; entries that no adapter names are not read."
+    )
+    sweep: SweepConfig | None = Field(
+        default=None, description="Search for hyperparameters, in place of `adapters`."
+    )
+    adapters: list[AdapterConfig] = Field(description="Adapters to train; left out with `sweep`.")
+    scheduler: SchedulerConfig = Field(default=SchedulerConfig(), description="Which adapters train at once.")
+    pipeline: PipelineConfig = Field(
+        default=PipelineConfig(), description="How the model is cut over devices and machines."
+    )
+    offload: OffloadConfig = Field(
+        default=OffloadConfig(), description="Where parts of the model live while they are not used."
+    )
+    quantization: QuantizationConfig | None = Field(
+        default=None,
+        description="Format to which the base model's linear weights are quantised while they are read; "
+        "null: they stay as they are.",
+    )
     _folder: str = PrivateAttr(default=".")
 
     @property

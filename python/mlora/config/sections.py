@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     ValidationInfo,
+    WithJsonSchema,
     field_serializer,
     field_validator,
     model_validator,
@@ -51,8 +52,13 @@ class DataFile(Strict):
     ``weight`` says how often an epoch has its samples: 2 = twice; 0.5 = half of them, drawn once.
     """
 
-    path: str = Field(min_length=1)
-    weight: float = Field(default=1.0, gt=0, le=1000)
+    path: str = Field(min_length=1, description="File, folder, or dataset of the hub.")
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        le=1000,
+        description="How often an epoch has its samples; a part is drawn once, by the run's seed.",
+    )
 
     @field_validator("path")
     @classmethod
@@ -105,16 +111,44 @@ class DatasetConfig(Strict):
       ``start_positions`` and ``end_positions`` (QUESTION_ANS).
     """
 
-    name: str = Field(min_length=1)
-    path: list[DataFile] = Field(min_length=1)
-    split: str | None = None
-    subset: str | None = None
-    revision: str | None = None
-    columns: dict[str, str] = Field(default_factory=dict)
-    max_samples: int | None = Field(default=None, ge=1, le=MOST)
-    streaming: bool = False
-    validation_split: float | None = Field(default=None, gt=0)
-    chat_template: ResolvedPath | None = None
+    name: str = Field(min_length=1, description="Name by which adapters refer to the data.")
+    path: list[DataFile] = Field(
+        min_length=1,
+        description="File, folder, or dataset of the hub (`owner/name`); or a list of these, each with a "
+        "`weight` if need be.",
+    )
+    split: str | None = Field(
+        default=None, description="Split of a folder or of the hub's dataset; null: `train`."
+    )
+    subset: str | None = Field(
+        default=None, description="Subset of a folder of data files or of the hub's dataset."
+    )
+    revision: str | None = Field(
+        default=None, description="Branch, tag or commit of the hub's dataset; null: the newest."
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Columns that hold the format's fields, by field; others keep their names.",
+    )
+    max_samples: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST,
+        description="Most rows that are read of each file, the first ones; null: all.",
+    )
+    streaming: bool = Field(
+        default=False,
+        description="Whether the hub's files are read as they arrive, no further than `max_samples`.",
+    )
+    validation_split: float | None = Field(
+        default=None,
+        gt=0,
+        description="Samples to hold out, for adapters whose `eval_dataset` is this one: a share below 1, "
+        "or a number.",
+    )
+    chat_template: ResolvedPath | None = Field(
+        default=None, description="Jinja file in place of the model's chat template."
+    )
     format: Literal[
         "tokens",
         "text",
@@ -126,7 +160,7 @@ class DatasetConfig(Strict):
         "unpaired",
         "classification",
         "question_answering",
-    ]
+    ] = Field(description="How a line is read, and which of its tokens are trained.")
 
     @field_validator("path", mode="before")
     @classmethod
@@ -174,7 +208,19 @@ def _checked_size(value: Any) -> Any:
     return size if isinstance(value, float) else value
 
 
-Size = Annotated[int | str, BeforeValidator(_checked_size)]
+Size = Annotated[
+    int | str,
+    BeforeValidator(_checked_size),
+    WithJsonSchema(
+        {
+            "title": "size",
+            "anyOf": [
+                {"type": "number", "minimum": 1},
+                {"type": "string", "pattern": r"^\s*[0-9]*\.?[0-9]+\s*[KMGTkmgt]?[iI]?[bB]?\s*$"},
+            ],
+        }
+    ),
+]
 """Bytes, as they were written: a number, or a text that `parse_size` reads."""
 
 
@@ -187,9 +233,21 @@ class SchedulerConfig(Strict):
     a group of a pipeline: ``token_balanced`` or ``in_order``.
     """
 
-    memory_limit: Size | None = None
-    policy: Literal["fcfs", "shortest_first"] = "fcfs"
-    placement: Literal["token_balanced", "in_order"] = "token_balanced"
+    memory_limit: Size | None = Field(
+        default=None,
+        description="Most memory of each stage's process (CPU), or of its allocator (GPU): bytes, or a "
+        "size such as `8GiB` or `500MB`; null: no limit.",
+    )
+    policy: Literal["fcfs", "shortest_first"] = Field(
+        default="fcfs",
+        description="Order of admission within a priority: `fcfs` by arrival, `shortest_first` by the "
+        "work that is left.",
+    )
+    placement: Literal["token_balanced", "in_order"] = Field(
+        default="token_balanced",
+        description="Which adapters share a group of the pipeline: `token_balanced` by tokens, `in_order`"
+        " as they are listed.",
+    )
 
     @property
     def limit_bytes(self) -> int | None:
@@ -207,11 +265,22 @@ class PipelineConfig(Strict):
     each of which trains adapters of its own.
     """
 
-    stages: int = Field(default=1, ge=1, le=4096)
-    schedule: Literal["lorapp", "gpipe", "1f1b"] = "lorapp"
-    micro_batches: int = Field(default=1, ge=1, le=MOST)
-    partition: list[int] | None = None
-    replicas: int = Field(default=1, ge=1, le=4096)
+    stages: int = Field(
+        default=1, ge=1, le=4096, description="Processes over which the decoder blocks are spread."
+    )
+    schedule: Literal["lorapp", "gpipe", "1f1b"] = Field(
+        default="lorapp",
+        description="`lorapp` keeps several groups of adapters under way; `gpipe` and `1f1b` batch all "
+        "adapters together.",
+    )
+    micro_batches: int = Field(default=1, ge=1, le=MOST, description="Pieces into which each batch is cut.")
+    partition: list[int] | None = Field(
+        default=None,
+        description="Decoder blocks of each stage; null: the cut that is measured to be fastest.",
+    )
+    replicas: int = Field(
+        default=1, ge=1, le=4096, description="Number of pipelines, each of which trains adapters of its own."
+    )
 
     @property
     def processes(self) -> int:

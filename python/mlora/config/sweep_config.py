@@ -78,16 +78,38 @@ class SweepConfig(Strict):
     Transformers, greater is better unless its name ends in ``loss`` or ``greater_is_better`` says otherwise.
     """
 
-    trials: int | None = Field(default=None, ge=1, le=MOST_TRIALS)
-    places: int = Field(default=4, ge=1, le=MOST_TRIALS)
-    metric: str = Field(default="eval_loss", min_length=1)
-    greater_is_better: bool | None = None
-    sampler: Literal["tpe", "random", "grid"] = "tpe"
-    sampler_kwargs: dict[str, Any] = Field(default_factory=dict)
-    pruner: Literal["none", "median", "percentile", "successive_halving", "hyperband"] = "none"
-    pruner_kwargs: dict[str, Any] = Field(default_factory=dict)
-    adapter: dict[str, Any]
-    search: dict[str, Any]
+    trials: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_TRIALS,
+        description="Number of trials; null: all combinations, with `sampler: grid` only.",
+    )
+    places: int = Field(default=4, ge=1, le=MOST_TRIALS, description="Trials that train at once.")
+    metric: str = Field(
+        default="eval_loss",
+        min_length=1,
+        description="Metric by which trials are ranked, with or without `eval_`.",
+    )
+    greater_is_better: bool | None = Field(
+        default=None,
+        description="Whether a greater metric is better; null: yes, unless its name ends in `loss`.",
+    )
+    sampler: Literal["tpe", "random", "grid"] = Field(
+        default="tpe",
+        description="Who proposes values: Optuna's `tpe` or `random`, or `grid`, all combinations in turn.",
+    )
+    sampler_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of Optuna's sampler.")
+    pruner: Literal["none", "median", "percentile", "successive_halving", "hyperband"] = Field(
+        default="none", description="Pruner of Optuna that ends trials whose `eval_loss` falls behind."
+    )
+    pruner_kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments of Optuna's pruner.")
+    adapter: dict[str, Any] = Field(
+        description="Keys that all trials share: an entry of `adapters` without `name`."
+    )
+    search: dict[str, Any] = Field(
+        description="Keys that differ between trials, nested as in an adapter: each a `choice`, or `low` "
+        "and `high`."
+    )
 
     @property
     def space(self) -> Space:

@@ -46,10 +46,24 @@ class Options(BaseModel):
 class DpoOptions(Options):
     """``DPOConfig``; ``reference``: whose log-probabilities are compared with, see `Objective`."""
 
-    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
-    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    reference: str = Field(default=BASE_ROWS, min_length=1)
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description="How strongly deviation from the reference is penalised.",
+    )
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = Field(
+        default="sigmoid", description="Form of the loss."
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="Share of labels assumed to be wrong; for `loss_type: robust`."
+    )
+    reference: str = Field(
+        default=BASE_ROWS,
+        min_length=1,
+        description="What log-probabilities are compared with: `__base__`, the base model, or `init_from`, "
+        "the adapter's starting weights.",
+    )
 
     @model_validator(mode="after")
     def _reads(self) -> DpoOptions:
@@ -60,11 +74,28 @@ class DpoOptions(Options):
 class CpoOptions(Options):
     """``CPOConfig``."""
 
-    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
-    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = "sigmoid"
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    cpo_alpha: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    simpo_gamma: float = Field(default=0.5, ge=0, allow_inf_nan=False)
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False, description="Scale of the log-probabilities.")
+    loss_type: Literal["sigmoid", "hinge", "ipo", "simpo"] = Field(
+        default="sigmoid", description="Form of the loss."
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="Share of labels assumed to be wrong; for `loss_type` sigmoid and simpo.",
+    )
+    cpo_alpha: float = Field(
+        default=1.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of the cross-entropy of the chosen completion.",
+    )
+    simpo_gamma: float = Field(
+        default=0.5,
+        ge=0,
+        allow_inf_nan=False,
+        description="Margin between chosen and rejected; for `loss_type: simpo`.",
+    )
 
     @model_validator(mode="after")
     def _reads(self) -> CpoOptions:
@@ -76,23 +107,53 @@ class CpoOptions(Options):
 class SimpoOptions(Options):
     """``CPOConfig`` with ``loss_type="simpo"`` and ``cpo_alpha=0``, as its documentation sets SimPO."""
 
-    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
-    simpo_gamma: float = Field(default=0.5, ge=0, allow_inf_nan=False)
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    cpo_alpha: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    beta: float = Field(
+        default=0.1, gt=0, allow_inf_nan=False, description="Scale of the mean log-probabilities."
+    )
+    simpo_gamma: float = Field(
+        default=0.5, ge=0, allow_inf_nan=False, description="Margin between chosen and rejected."
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="Share of labels assumed to be wrong."
+    )
+    cpo_alpha: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of the cross-entropy of the chosen completion.",
+    )
 
 
 class OrpoOptions(Options):
     """``ORPOConfig``."""
 
-    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description="Weight of the odds ratio beside the cross-entropy of the chosen completion.",
+    )
 
 
 class KtoOptions(Options):
     """``KTOConfig``; ``reference`` as in `DpoOptions`."""
 
-    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
-    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
-    desirable_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    undesirable_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    reference: str = Field(default=BASE_ROWS, min_length=1)
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        allow_inf_nan=False,
+        description="How strongly deviation from the reference is penalised.",
+    )
+    loss_type: Literal["kto", "apo_zero_unpaired"] = Field(default="kto", description="Form of the loss.")
+    desirable_weight: float = Field(
+        default=1.0, ge=0, allow_inf_nan=False, description="Weight of desirable completions."
+    )
+    undesirable_weight: float = Field(
+        default=1.0, ge=0, allow_inf_nan=False, description="Weight of undesirable completions."
+    )
+    reference: str = Field(
+        default=BASE_ROWS,
+        min_length=1,
+        description="What log-probabilities are compared with: `__base__`, the base model, or `init_from`, "
+        "the adapter's starting weights.",
+    )

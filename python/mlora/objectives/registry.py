@@ -140,6 +140,11 @@ def takes(spec: Any) -> Takes:
     return options.get("takes", "sequences") if ":" in name else _entry(name).takes
 
 
+def objective_options() -> dict[str, type[BaseModel]]:
+    """Returns the names of all objectives, each with the model of its options."""
+    return {name: entry.options for name, entry in _OBJECTIVES.items()}
+
+
 def objectives_taking(kind: str) -> list[str]:
     """Returns the names of the objectives that take this kind of samples."""
     return [name for name, entry in _OBJECTIVES.items() if entry.takes == kind]
