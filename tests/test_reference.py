@@ -12,6 +12,7 @@ import pytest
 from mlora.config.faults import MODELS
 from mlora.config.lora_fields import LoraFields, PeftNotes
 from mlora.config.run_config import RunConfig
+from mlora.config.schema import run_schema
 from mlora.objectives.registry import objective_options
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -65,6 +66,10 @@ def test_every_key_says_what_it_means(key: str, field: FieldInfo) -> None:
     assert text.endswith("."), key
     assert text[0] == "`" or text[0].isupper(), key
     assert len(text) <= 160, key
+
+
+def test_every_part_of_a_config_has_a_section(make_reference: ModuleType) -> None:
+    assert set(run_schema()["$defs"]) <= {part for part, _ in make_reference.PARTS.values()}
 
 
 def test_no_key_is_newer_than_the_project(make_reference: ModuleType) -> None:

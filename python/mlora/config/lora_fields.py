@@ -147,7 +147,8 @@ class _Checked(PeftNotes, extra="forbid"):
         default=None, description="Modules to leave out: a list of names, or one regular expression."
     )
     lora_alpha: Alpha = Field(
-        default=8, description="Scaling of the low-rank parts: alpha / r, with `use_rslora` alpha / √r."
+        default=8,
+        description="Alpha: the low-rank parts are scaled by alpha / r, with `use_rslora` by alpha / √r.",
     )
     lora_dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
         default=0.0, description="Probability with which an input of the low-rank parts is dropped."

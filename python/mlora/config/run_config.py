@@ -285,13 +285,20 @@ class AdapterConfig(TrainingFields):
         default=None,
         ge=1,
         le=MOST,
-        description="Number of labels that the adapter's head predicts; null: found in the data.",
+        description="Number of labels that the head predicts; needed where labels are ids, found where "
+        "they are names.",
     )
     problem_type: (
         Literal["regression", "single_label_classification", "multi_label_classification"] | None
-    ) = Field(default=None, description="What a head of task_type SEQ_CLS predicts; null: found in the data.")
+    ) = Field(
+        default=None,
+        description="What a head of SEQ_CLS predicts; null: `num_labels: 1` is a regression, lists are "
+        "several labels.",
+    )
     label_names: list[str] | None = Field(
-        default=None, description="Names of the labels, in the order of their ids; null: found in the data."
+        default=None,
+        description="Names of the labels, in the order of their ids; null: those in the training data, "
+        "sorted.",
     )
     priority: int = Field(
         default=0,

@@ -1,7 +1,7 @@
 """JSON schemas (draft 2020-12) of a run's YAML and of a task's file, by which editors complete keys.
 
-They are made from the config models. A schema accepts what the models accept, apart from rules between keys
-and texts that stand for numbers. It refuses unknown keys.
+They are made from the config models. A schema knows no rules between keys. Of the ways to write one value it
+takes the usual one: numbers are not text, names are spelt as PEFT writes them.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _tidy(model: Schema) -> None:
     """Leaves out titles, docstrings, and what only the reference page shows of a key."""
     for unread in ("title", "description"):
         model.pop(unread, None)
-    for field in model["properties"].values():
+    for field in model.get("properties", {}).values():
         for unread in ("title", "since"):
             field.pop(unread, None)
         if isinstance(field.get("default"), dict):  # a whole part with all of its defaults
@@ -124,17 +124,21 @@ def _search(adapter: Mapping[str, Schema], lora: Mapping[str, Schema]) -> Schema
     """Returns the schema of a sweep's ``search``: leaves in the places of an adapter's values."""
     below = _object({key: _searched("Lora", key, field) for key, field in lora.items()})
     found = {key: _searched("AdapterConfig", key, adapter[key]) for key in adapter if key != "name"}
-    found["lora"]["anyOf"][-1] = below
+    found["lora"]["anyOf"] = [_choice("AdapterConfig", "lora"), below]
     return _object(found) | {"minProperties": 1}
+
+
+def _choice(part: str, key: str) -> Schema:
+    values = {"type": "array", "minItems": 1, "items": _ref(part, key)}
+    return _object({"choice": values}, ["choice"])
 
 
 def _searched(part: str, key: str, field: Schema) -> Schema:
     """Returns what stands in the place of a field: choices, bounds of a number, or leaves below it."""
-    choice = {"type": "array", "minItems": 1, "items": _ref(part, key)}
     number = {"type": "number"}
     bounds = {"low": number, "high": number, "step": number, "log": {"type": "boolean"}}
     kinds = {str(kind.get("type", "object")) for kind in field.get("anyOf", [field])}
-    leaves = [_object({"choice": choice}, ["choice"])]
+    leaves = [_choice(part, key)]
     leaves += [_object(bounds, ["low", "high"])] if kinds & {"integer", "number"} else []
     leaves += [{"type": "object"}] if "object" in kinds else []
     return {"description": field["description"], "anyOf": leaves}
