@@ -63,8 +63,9 @@ PARTS = {
     "objective": ("", ""),
     "datasets": (
         "DatasetConfig",
-        "A list. [Datasets](../training.md#datasets) shows a line of each format.",
+        "A list. [Datasets](../training.md#datasets) shows a row of each format, [Data](../data.md) where rows come from.",
     ),
+    "path": ("DataFile", "An entry of a list under `path`, if it is not just a path. [Data](../data.md)."),
     "scheduler": ("SchedulerConfig", "[Tasks that come and go](../scheduler.md)."),
     "pipeline": ("PipelineConfig", "[Several devices, several machines](../pipeline.md)."),
     "offload": (
