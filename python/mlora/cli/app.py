@@ -14,6 +14,7 @@ import typer
 from mlora.cli.common import RunDir, begin, command, quantizes, reporter, run_here, start_stages
 from mlora.cli.generate import generate
 from mlora.cli.queue import CHANGES, change_tasks, status, submit
+from mlora.cli.report import report
 from mlora.cli.simulate import simulate
 from mlora.cli.tables import print_lines, print_rows
 from mlora.cluster.imports import end_imports_at_once
@@ -188,6 +189,7 @@ for name, what in CHANGES.items():
     app.command(name, help=what)(change_tasks)
 
 
+app.command()(report)
 app.command()(generate)
 app.add_typer(simulate, name="simulate")
 

@@ -1,0 +1,207 @@
+"""From curves to what a template draws: paths in a square of 1000 units, ticks and labels in per cent.
+
+The page stretches the square; strokes and text keep their sizes. So a chart has any width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mlora.report.curves import Point
+
+UNITS = 1000
+LETTERS = 15.0  # pixels that a label needs for itself
+LOG_FROM = 40.0  # a chart whose largest value is so many times its smallest has a logarithmic axis
+Form = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve of a chart; `style` is the name of its class in the page's styles."""
+
+    label: str
+    style: str
+    points: Sequence[Point]
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A horizontal line at a value, such as a limit."""
+
+    label: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A text at a place; per cent from the left or the top."""
+
+    place: float
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What the template draws."""
+
+    title: str
+    description: str
+    note: str
+    keys: Sequence[tuple[str, str]]
+    shapes: Sequence[tuple[str, str]]  # class and path
+    rows: Sequence[Mark]  # of the vertical axis
+    columns: Sequence[Mark]  # of the horizontal axis
+    ends: Sequence[Mark]  # the last values, at the right
+    rules: Sequence[Mark]
+    height: int = 150
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From values to per cent of the axis' length."""
+
+    low: float
+    high: float
+    ticks: Sequence[float] = field(default_factory=list)
+    logarithmic: bool = False
+
+    def share(self, value: float) -> float:
+        """Returns where a value lies: 0 at the low end, 1 at the high end."""
+        low, high = self.low, self.high
+        if self.logarithmic:
+            value, low, high = (math.log10(max(each, low / 1e3)) for each in (value, low, high))
+        return (value - low) / (high - low)
+
+
+def chart(
+    title: str,
+    series: Sequence[Series],
+    form: Form,
+    *,
+    across: str = "step",
+    across_form: Form = lambda value: f"{value:,.0f}",
+    span: tuple[float, float] | None = None,
+    rules: Sequence[Rule] = (),
+    zero: bool = False,
+    height: int = 150,
+    wide: bool = False,
+) -> Chart | None:
+    """Returns a chart of curves that share both axes; None if no curve has a point.
+
+    Args:
+        form: how values are written.
+        across: what the horizontal axis counts.
+        span: the ends of the horizontal axis; by default 0 and the last point.
+        zero: let the vertical axis begin at 0.
+        height: in pixels.
+        wide: over the whole width of its grid.
+    """
+    series = [each for each in series if each.points]
+    if not series:
+        return None
+    values = [point.y for each in series for point in each.points] + [rule.value for rule in rules]
+    up = value_axis(min(values), max(values), zero=zero)
+    first, last = span or (0.0, max(p.x for each in series for p in each.points))
+    along = Axis(first, last if last > first else first + 1)
+    shapes = [shape for each in series for shape in _shapes(each, along, up)]
+    ends = [(100 - 100 * up.share(each.points[-1].y), form(each.points[-1].y), each.style) for each in series]
+    return Chart(
+        title=title,
+        description=f"{title}: {'; '.join(_told(each, form, across) for each in series)}",
+        note="logarithmic scale" if up.logarithmic else "",
+        keys=[(each.label, each.style) for each in series],
+        shapes=shapes,
+        rows=[Mark(100 - 100 * up.share(tick), form(tick)) for tick in up.ticks],
+        columns=_columns(first, last, across, across_form),
+        ends=_apart(ends, height),
+        rules=[Mark(100 - 100 * up.share(rule.value), rule.label) for rule in rules],
+        height=height,
+        wide=wide,
+    )
+
+
+def value_axis(low: float, high: float, *, zero: bool = False) -> Axis:
+    """Returns an axis for values between `low` and `high`, with a few round ticks.
+
+    It begins at 0 if the values come near it, and is logarithmic if they differ by orders of magnitude.
+    """
+    if not zero and low > 0 and high / low > LOG_FROM:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        every = max(1, math.ceil(len(powers) / 4))
+        ticks = [10.0**power for power in powers if power % every == 0]
+        low, high = low / 1.2, high * 1.2
+        return Axis(low, high, [tick for tick in ticks if low <= tick <= high], logarithmic=True)
+    if zero or 0 < low < 0.6 * high:
+        low = min(low, 0.0)
+    if high - low <= 1e-9 * max(abs(high), abs(low)):
+        around = abs(high) / 2 or 0.5
+        low, high = low - around, high + around
+    step = _round_step((high - low) / 3)
+    ticks = [
+        step * place for place in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
+    margin = 0.04 * (high - low)
+    return Axis(low if low == 0 else low - margin, high + margin, ticks)
+
+
+def _round_step(wanted: float) -> float:
+    """Returns 1, 2 or 5 times a power of ten, near what is wanted."""
+    power = 10.0 ** math.floor(math.log10(wanted))
+    return min((power * factor for factor in (1, 2, 5, 10)), key=lambda step: abs(step - wanted))
+
+
+def _shapes(series: Series, along: Axis, up: Axis) -> list[tuple[str, str]]:
+    places = [
+        (_unit(along.share(p.x)), *(_unit(1 - up.share(y)) for y in (p.y, p.low, p.high)))
+        for p in series.points
+    ]
+    found = []
+    if any(point.count > 1 for point in series.points):
+        edge = [f"{x} {high}" for x, _, _, high in places]
+        edge += [f"{x} {low}" for x, _, low, _ in reversed(places)]
+        found.append((f"band {series.style}", f"M{'L'.join(edge)}Z"))
+    line = "L".join(f"{x} {y}" for x, y, _, _ in places)
+    found.append((f"line {series.style}", f"M{line}" if len(places) > 1 else f"M{line}h0"))
+    if series.dots and len(places) <= 40:
+        found.append((f"dots {series.style}", "".join(f"M{x} {y}h0" for x, y, _, _ in places)))
+    return found
+
+
+def _unit(share: float) -> int:
+    return round(UNITS * min(max(share, 0.0), 1.0))
+
+
+def _columns(first: float, last: float, across: str, form: Form) -> list[Mark]:
+    """Returns the ends of the horizontal axis."""
+    if first == last:
+        return [Mark(0.0, f"{across} {form(first)}")]
+    return [Mark(0.0, form(first), "start"), Mark(100.0, f"{across} {form(last)}", "end")]
+
+
+def _apart(ends: Sequence[tuple[float, str, str]], height: int) -> list[Mark]:
+    """Returns labels at heights (per cent) where none hides another."""
+    gap, found = 100 * LETTERS / height, list[Mark]()
+    for place, text, style in sorted(ends):
+        if found:
+            place = max(place, found[-1].place + gap)
+        found.append(Mark(place, text, style))
+    over = found[-1].place - 100 if found else 0.0
+    if over > 0:  # push those at the bottom up again
+        most = 100.0
+        for index in range(len(found) - 1, -1, -1):
+            mark = found[index]
+            found[index] = Mark(min(mark.place, most), mark.text, mark.style)
+            most = found[index].place - gap
+    return [Mark(round(mark.place, 1), mark.text, mark.style) for mark in found]
+
+
+def _told(series: Series, form: Form, across: str) -> str:
+    first, last = series.points[0], series.points[-1]
+    if first is last:
+        return f"{series.label} {form(first.y)}"
+    return f"{series.label} from {form(first.y)} to {form(last.y)}"
