@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlora.report.curves import Point
 
@@ -42,6 +42,7 @@ class Mark:
     place: float
     text: str
     style: str = ""
+    across: float = 0.0  # of a label that stands beside the end of its curve
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,7 @@ class Chart:
     columns: Sequence[Mark]  # of the horizontal axis
     ends: Sequence[Mark]  # the last values, at the right
     rules: Sequence[Mark]
-    height: int = 150
-    wide: bool = False
+    height: int = 96
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,9 @@ def chart(
     span: tuple[float, float] | None = None,
     rules: Sequence[Rule] = (),
     zero: bool = False,
-    height: int = 150,
-    wide: bool = False,
+    logarithmic: bool = False,
+    unit: float = 1.0,
+    height: int = 96,
 ) -> Chart | None:
     """Returns a chart of curves that share both axes; None if no curve has a point.
 
@@ -98,18 +99,26 @@ def chart(
         across: what the horizontal axis counts.
         span: the ends of the horizontal axis; by default 0 and the last point.
         zero: let the vertical axis begin at 0.
-        height: in pixels.
-        wide: over the whole width of its grid.
+        logarithmic: let the vertical axis be so, if all values are above 0.
+        unit: of which ticks are round multiples.
+        height: in pixels, at least.
     """
     series = [each for each in series if each.points]
     if not series:
         return None
     values = [point.y for each in series for point in each.points] + [rule.value for rule in rules]
-    up = value_axis(min(values), max(values), zero=zero)
+    up = value_axis(
+        min(values),
+        max(values),
+        zero=zero,
+        logarithmic=logarithmic,
+        unit=unit,
+        parts=2 if height < 120 else 3,
+    )
     first, last = span or (0.0, max(p.x for each in series for p in each.points))
     along = Axis(first, last if last > first else first + 1)
     shapes = [shape for each in series for shape in _shapes(each, along, up)]
-    ends = [(100 - 100 * up.share(each.points[-1].y), form(each.points[-1].y), each.style) for each in series]
+    ends = [_end(each, along, up, form) for each in series]
     return Chart(
         title=title,
         description=f"{title}: {'; '.join(_told(each, form, across) for each in series)}",
@@ -121,32 +130,53 @@ def chart(
         ends=_apart(ends, height),
         rules=[Mark(100 - 100 * up.share(rule.value), rule.label) for rule in rules],
         height=height,
-        wide=wide,
     )
 
 
-def value_axis(low: float, high: float, *, zero: bool = False) -> Axis:
+def spreads(values: Sequence[float]) -> bool:
+    """Whether values differ by so much that a logarithmic axis shows them better."""
+    return bool(values) and min(values) > 0 and max(values) > LOG_FROM * min(values)
+
+
+def value_axis(
+    low: float,
+    high: float,
+    *,
+    zero: bool = False,
+    logarithmic: bool = False,
+    unit: float = 1.0,
+    parts: int = 3,
+) -> Axis:
     """Returns an axis for values between `low` and `high`, with a few round ticks.
 
-    It begins at 0 if the values come near it, and is logarithmic if they differ by orders of magnitude.
+    One that is not logarithmic begins at 0 if the values come near it, and has about as many `parts`.
     """
-    if not zero and low > 0 and high / low > LOG_FROM:
-        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        every = max(1, math.ceil(len(powers) / 4))
-        ticks = [10.0**power for power in powers if power % every == 0]
+    if logarithmic and low > 0:
         low, high = low / 1.2, high * 1.2
-        return Axis(low, high, [tick for tick in ticks if low <= tick <= high], logarithmic=True)
+        return Axis(low, high, _log_ticks(low, high), logarithmic=True)
     if zero or 0 < low < 0.6 * high:
         low = min(low, 0.0)
     if high - low <= 1e-9 * max(abs(high), abs(low)):
         around = abs(high) / 2 or 0.5
         low, high = low - around, high + around
-    step = _round_step((high - low) / 3)
+    step = unit * _round_step((high - low) / unit / parts)
     ticks = [
         step * place for place in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
     ]
     margin = 0.04 * (high - low)
     return Axis(low if low == 0 else low - margin, high + margin, ticks)
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Returns powers of ten, or 1, 2 and 5 times these where they are few."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = max(1, math.ceil(len(powers) / 5))
+    for factors in ((1,), (1, 2, 5)):
+        ticks = [factor * 10.0**power for power in powers[::every] for factor in factors]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) > 2:
+            break
+    return ticks
 
 
 def _round_step(wanted: float) -> float:
@@ -183,21 +213,28 @@ def _columns(first: float, last: float, across: str, form: Form) -> list[Mark]:
     return [Mark(0.0, form(first), "start"), Mark(100.0, f"{across} {form(last)}", "end")]
 
 
-def _apart(ends: Sequence[tuple[float, str, str]], height: int) -> list[Mark]:
-    """Returns labels at heights (per cent) where none hides another."""
+def _end(series: Series, along: Axis, up: Axis, form: Form) -> Mark:
+    """Returns the label beside a curve's last point."""
+    last = series.points[-1]
+    across = min(100.0, 100 * along.share(last.x))
+    if across > 96:
+        across = 100.0
+    return Mark(100 - 100 * up.share(last.y), form(last.y), series.style, round(across, 1))
+
+
+def _apart(ends: Sequence[Mark], height: int) -> list[Mark]:
+    """Returns labels at heights where none hides another."""
     gap, found = 100 * LETTERS / height, list[Mark]()
-    for place, text, style in sorted(ends):
-        if found:
-            place = max(place, found[-1].place + gap)
-        found.append(Mark(place, text, style))
+    for mark in sorted(ends, key=lambda mark: mark.place):
+        place = max(mark.place, found[-1].place + gap) if found else mark.place
+        found.append(replace(mark, place=place))
     over = found[-1].place - 100 if found else 0.0
     if over > 0:  # push those at the bottom up again
         most = 100.0
         for index in range(len(found) - 1, -1, -1):
-            mark = found[index]
-            found[index] = Mark(min(mark.place, most), mark.text, mark.style)
+            found[index] = replace(found[index], place=min(found[index].place, most))
             most = found[index].place - gap
-    return [Mark(round(mark.place, 1), mark.text, mark.style) for mark in found]
+    return [replace(mark, place=round(mark.place, 1)) for mark in found]
 
 
 def _told(series: Series, form: Form, across: str) -> str:

@@ -25,7 +25,8 @@ class History:
         memory: peak memory in bytes over the seconds of training.
         seconds: of training, up to the last line.
         steps: optimizer steps of all adapters.
-        tokens: trained tokens of all adapters.
+        tokens: trained tokens of each adapter.
+        time: seconds of training of each adapter.
         skipped: steps of each adapter that a loss scaler skipped.
     """
 
@@ -33,7 +34,8 @@ class History:
     memory: Curve = field(default_factory=Curve)
     seconds: float = 0.0
     steps: int = 0
-    tokens: int = 0
+    tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    time: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     skipped: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
@@ -55,7 +57,8 @@ def read_history(records: Iterable[Mapping[str, Any]]) -> History:
         if "loss" not in record:
             continue
         history.steps += 1
-        history.tokens += record.get("tokens", 0)
+        history.tokens[name] += record.get("tokens", 0)
+        history.time[name] += record.get("seconds", 0.0)
         history.skipped[name] += bool(record.get("skipped"))
         history.seconds = max(history.seconds, ended.get(name, 0.0) + record.get("seconds", 0.0))
         ended[name] = history.seconds

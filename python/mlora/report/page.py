@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from mlora.report.charts import Chart, Form, Rule, Series, chart
+from mlora.report.charts import Chart, Form, Rule, Series, chart, spreads
 from mlora.report.curves import MOST, Curve
 from mlora.report.numbers import NOTHING, count, duration, number, percent, size
 from mlora.report.read import Adapter, Run
@@ -66,11 +66,12 @@ def render(run: Run) -> str:
     )
     environment.filters |= {"percent": percent, "duration": duration, "size": size}
     environment.globals["signs"] = STATES
-    parts = [_part(run, index, each) for index, each in enumerate(run.adapters)]
+    spread = any(_spread(each, "loss", "eval_loss") for each in run.adapters)
+    parts = [_part(run, index, each, logarithmic=spread) for index, each in enumerate(run.adapters)]
     page = environment.get_template("page.html").render(
         run=run,
         name=Path(run.path).name,
-        base=Path(run.config.base_model).name,
+        base=run.base,
         figures=_figures(run),
         sentence=_sentence(run),
         faults=[part for part in parts if part.state in ("refused", "stopped")],
@@ -84,7 +85,7 @@ def render(run: Run) -> str:
         no_samples=_no_samples(run),
         versions=versions_of(run.starts),
         warnings=list(dict.fromkeys(line for start in run.starts for line in start.get("warnings", ()))),
-        starts=[_moment(datetime.fromisoformat(start["began"])) for start in run.starts],
+        times=_times(run),
         moment=_moment,
     )
     return re.sub(r"\n\s*\n+", "\n", page)
@@ -94,21 +95,32 @@ def _moment(when: datetime) -> str:
     return f"{when.day} {when:%B %Y, %H:%M} {when.tzname()}"
 
 
+def _times(run: Run) -> str:
+    """Returns when the run was at work."""
+    ended = f"ended {_moment(run.ended)}" if run.ended else f"read {_moment(run.read)}"
+    if not run.starts:
+        return ended.capitalize()
+    resumed = len(run.starts) - 1
+    times = f", resumed {resumed} time{'s' * (resumed != 1)}" if resumed else ""
+    return f"Started {_moment(datetime.fromisoformat(run.starts[0]['began']))}{times}, {ended}"
+
+
 def _sentence(run: Run) -> str:
     """Returns what the run is, in one sentence."""
+    pipeline = run.config.get("pipeline") or {}
+    processes = pipeline.get("stages", 1) * pipeline.get("replicas", 1)
+    full = run.config.get("method") == "full"
     adapters = f"{len(run.adapters)} adapter{'s' * (len(run.adapters) != 1)}"
-    what = "All weights" if run.config.method == "full" else adapters
-    how = f" in {run.config.pipeline.processes} processes" if run.config.pipeline.processes > 1 else ""
-    trials = ", trials of a sweep," if run.config.sweep else ""
-    over = "of" if run.config.method == "full" else "trained together over"
-    return f"{what}{trials} {over} {Path(run.config.base_model).name}{how}"
+    what = "All weights of" if full else f"{adapters} over"
+    how = f", in {processes} processes" if processes > 1 else ""
+    trials = ", trials of a sweep" if run.config.get("sweep") else ""
+    return f"{what} {run.base}{trials}{how}"
 
 
 def _figures(run: Run) -> list[tuple[str, str]]:
     """Returns the figures at the head: label and value."""
     history = run.history
-    tokens = sum(each.entry["tokens"] or 0 for each in run.adapters) or history.tokens
-    tokens = max(tokens, history.tokens)
+    tokens = sum(history.tokens.values())
     seconds = max(run.seconds, history.seconds)
     peak = max((point.high for point in history.memory.points()), default=None)
     return [
@@ -121,7 +133,8 @@ def _figures(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _part(run: Run, index: int, adapter: Adapter) -> Part:
+def _part(run: Run, index: int, adapter: Adapter, *, logarithmic: bool) -> Part:
+    """Returns an adapter's part; `logarithmic` are the axes of losses."""
     entry, curves = adapter.entry, adapter.curves
     most = max(32, min(MOST, POINTS // max(1, len(run.adapters))))
     total = entry["max_steps"] or entry["step"]
@@ -136,16 +149,17 @@ def _part(run: Run, index: int, adapter: Adapter) -> Part:
         return chart(title, series, form, span=span, **options)
 
     losses = {"loss": "training", "eval_loss": "held out"}
+    norms = _spread(adapter, "grad_norm")
     charts = [
+        draw("Learning rate", {"learning_rate": "learning rate"}, number, zero=True),
+        draw("Gradient norm", {"grad_norm": "gradient norm"}, number, logarithmic=norms),
+    ]
+    charts += [
         draw(name, {key: "training", f"eval_{key}": "held out"}, form) for key, name, form in _metrics(curves)
     ]
     if "eval_exact_match" in curves and len(curves["eval_exact_match"].points()) > 2:
         held = Series("held out", "held", _points(curves, "eval_exact_match", most), dots=True)
         charts.append(chart("Exact match", [held], percent, span=span))
-    charts += [
-        draw("Learning rate", {"learning_rate": "learning rate"}, number, zero=True),
-        draw("Gradient norm", {"grad_norm": "gradient norm"}, number),
-    ]
     return Part(
         id=f"adapter-{index + 1}",
         name=adapter.name,
@@ -153,11 +167,17 @@ def _part(run: Run, index: int, adapter: Adapter) -> Part:
         message=entry.get("message", ""),
         steps=f"{entry['step']:,}" + (f" of {total:,}" if total != entry["step"] else ""),
         settings=settings_of(adapter),
-        loss=draw("Loss", losses, number, height=210),
+        loss=draw("Loss", losses, number, logarithmic=logarithmic, height=220),
         others=[each for each in charts if each],
-        small=draw(adapter.name, losses, number, height=90) if len(run.adapters) > OPEN else None,
+        small=draw(adapter.name, losses, number, logarithmic=logarithmic, height=90)
+        if len(run.adapters) > OPEN
+        else None,
         samples=_samples(adapter),
     )
+
+
+def _spread(adapter: Adapter, *keys: str) -> bool:
+    return spreads([point.y for key in keys for point in _points(adapter.curves, key, MOST)])
 
 
 def _points(curves: Mapping[str, Curve], key: str, most: int) -> Sequence[Any]:
@@ -201,7 +221,7 @@ def _no_samples(run: Run) -> str:
 def _memory(run: Run) -> Chart | None:
     points = run.history.memory.points()
     rules = []
-    limit = run.config.scheduler.limit_bytes
+    limit = run.limit
     if limit is not None:
         rules.append(Rule(f"limit {size(limit)}", limit))
     if run.memory and run.memory.get("base_bytes"):
@@ -214,9 +234,14 @@ def _memory(run: Run) -> Chart | None:
         across_form=duration,
         rules=rules,
         zero=True,
-        height=200,
-        wide=True,
+        unit=_unit_of([rule.value for rule in rules] + [point.high for point in points]),
+        height=180,
     )
+
+
+def _unit_of(sizes: Sequence[float]) -> int:
+    """Returns GiB or MiB in bytes, whichever suits the largest of these sizes."""
+    return 2**30 if max(sizes, default=0) > 3 * 2**30 else 2**20
 
 
 def _streams(run: Run) -> list[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from mlora.config.run_config import RunConfig
+from mlora.config.sections import parse_size
+from mlora.config.yaml_file import read_yaml
 from mlora.files.disk import os_errors
 from mlora.files.run_folder import RunFolder, metrics_of
 from mlora.files.samples import read_samples
@@ -34,7 +36,9 @@ class Adapter:
     config: Mapping[str, Any] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
     samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    skipped: int = 0
+    tokens: int = 0  # trained
+    seconds: float = 0.0  # of training
+    skipped: int = 0  # steps that a loss scaler skipped
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Run:
         path: the run's folder.
         status: as `mlora status --json` has it.
         next: how to go on with a run that has not ended, as a line; else empty.
-        config: as resolved.
+        config: the values of ``config.yaml``. They are not checked: files that they name may be gone.
         config_text: ``config.yaml``.
         starts: ``environment.json``: the first start, then each resume.
         ended: when the run or its last part ended; None while it is at work, or if it was killed.
@@ -58,7 +62,7 @@ class Run:
     path: str
     status: str
     next: str
-    config: RunConfig
+    config: Mapping[str, Any]
     config_text: str
     starts: Sequence[Mapping[str, Any]]
     ended: datetime | None
@@ -68,6 +72,17 @@ class Run:
     history: History
     memory: Mapping[str, int] | None = None
     timeline: Timeline | None = None
+
+    @property
+    def base(self) -> str:
+        """The base model's name, without its folder."""
+        return Path(self.config["base_model"]).name
+
+    @property
+    def limit(self) -> int | None:
+        """``scheduler.memory_limit`` in bytes."""
+        limit = (self.config.get("scheduler") or {}).get("memory_limit")
+        return None if limit is None else parse_size(limit)
 
 
 def read_run(folder: RunFolder, status: Mapping[str, Any], line: str) -> Run:
@@ -81,7 +96,7 @@ def read_run(folder: RunFolder, status: Mapping[str, Any], line: str) -> Run:
     Raises:
         RunError: a file cannot be read, or is not what its name says.
     """
-    config = folder.read_config()
+    config = read_yaml(folder.config)
     history = read_history(metrics_of(folder.metrics))
     samples: dict[str, dict[int, Any]] = {}
     for record in read_samples(folder.samples):
@@ -94,6 +109,8 @@ def read_run(folder: RunFolder, status: Mapping[str, Any], line: str) -> Run:
             fields.get(name, {}),
             history.curves.get(name, {}),
             samples.get(name, {}),
+            history.tokens.get(name, 0),
+            history.time.get(name, 0.0),
             history.skipped.get(name, 0),
         )
         for entry in status["tasks"]
@@ -119,14 +136,12 @@ def read_run(folder: RunFolder, status: Mapping[str, Any], line: str) -> Run:
     )
 
 
-def _fields_of_adapters(folder: RunFolder, config: RunConfig) -> dict[str, Mapping[str, Any]]:
+def _fields_of_adapters(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Returns the resolved fields of the config's adapters, submitted tasks and trials, by name."""
-    found: dict[str, Mapping[str, Any]] = {each.name: each.model_dump() for each in config.adapters}
+    found: dict[str, Mapping[str, Any]] = {each["name"]: each for each in config["adapters"]}
     if folder.queue.is_file():
         with TaskQueue(folder.queue) as queue:
-            came: list[tuple[str, Mapping[str, Any]]] = [
-                (r.task, r.content) for r in queue.requests() if r.kind == "submit"
-            ]
-            came += trials_begun(queue)
+            submitted = [(r.task, r.content) for r in queue.requests() if r.kind == "submit"]
+            came = [*submitted, *trials_begun(queue)]
         found |= {name: content["adapter"] for name, content in came if name not in found}
     return found

@@ -26,7 +26,7 @@ def rank_of(config: Mapping[str, Any]) -> int | None:
 
 def settings_of(adapter: Adapter) -> list[tuple[str, str]]:
     """Returns name and value of an adapter's most important settings."""
-    config, entry = adapter.config, adapter.entry
+    config = adapter.config
     found: list[tuple[str, str]] = []
     if isinstance(lora := config.get("lora"), Mapping):
         found.append(("rank", str(rank_of(config))))
@@ -53,9 +53,8 @@ def settings_of(adapter: Adapter) -> list[tuple[str, str]]:
         found.append(("trained on", str(config.get("dataset", ""))))
         if config.get("eval_dataset"):
             found.append(("evaluated on", str(config["eval_dataset"])))
-    found.append(("tokens", count(entry["tokens"] or 0)))
-    if entry.get("seconds"):
-        found.append(("time", duration(entry["seconds"])))
+    if adapter.tokens:
+        found.append(("tokens", f"{count(adapter.tokens)} in {duration(adapter.seconds)}"))
     if adapter.skipped:
         found.append(("skipped steps", f"{adapter.skipped:,}"))
     return found
