@@ -149,11 +149,11 @@ def value_axis(
 ) -> Axis:
     """Returns an axis for values between `low` and `high`, with a few round ticks.
 
-    One that is not logarithmic begins at 0 if the values come near it, and has about as many `parts`.
+    One that is not logarithmic begins at 0 if the values come near it. Ticks cut it into about `parts`.
     """
     if logarithmic and low > 0:
         low, high = low / 1.2, high * 1.2
-        return Axis(low, high, _log_ticks(low, high), logarithmic=True)
+        return Axis(low, high, _log_ticks(low, high, 2 * parts), logarithmic=True)
     if zero or 0 < low < 0.6 * high:
         low = min(low, 0.0)
     if high - low <= 1e-9 * max(abs(high), abs(low)):
@@ -167,16 +167,14 @@ def value_axis(
     return Axis(low if low == 0 else low - margin, high + margin, ticks)
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Returns powers of ten, or 1, 2 and 5 times these where they are few."""
+def _log_ticks(low: float, high: float, most: int) -> list[float]:
+    """Returns 1, 2 and 5 times powers of ten, powers of ten, or every second one and so on."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    every = max(1, math.ceil(len(powers) / 5))
-    for factors in ((1,), (1, 2, 5)):
-        ticks = [factor * 10.0**power for power in powers[::every] for factor in factors]
-        ticks = [tick for tick in ticks if low <= tick <= high]
-        if len(ticks) > 2:
-            break
-    return ticks
+    every = [powers[::step] for step in range(1, len(powers) + 1)]
+    choices = [[factor * 10.0**power for power in powers for factor in (1, 2, 5)]]
+    choices += [[10.0**power for power in some] for some in every]
+    inside = [[tick for tick in ticks if low <= tick <= high] for ticks in choices]
+    return next((ticks for ticks in inside if len(ticks) <= most), [])
 
 
 def _round_step(wanted: float) -> float:

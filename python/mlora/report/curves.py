@@ -23,7 +23,8 @@ class Point:
         """Returns the points of both."""
         count = self.count + other.count
         share = other.count / count
-        x, y = (a + (b - a) * share for a, b in ((self.x, other.x), (self.y, other.y)))
+        x = self.x + (other.x - self.x) * share
+        y = self.y + (other.y - self.y) * share
         return Point(count, x, y, min(self.low, other.low), max(self.high, other.high))
 
 

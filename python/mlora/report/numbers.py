@@ -16,6 +16,11 @@ def number(value: float | None) -> str:
     return f"{value:.3g}"
 
 
+def loss(value: float | None) -> str:
+    """Returns three significant digits with their zeros, for columns: ``0.100``, ``7.04``."""
+    return number(value) if value is None or not 1e-3 <= abs(value) < 1000 else f"{value:#.3g}"
+
+
 def percent(value: float | None) -> str:
     """Returns a share between 0 and 1 as per cent: ``96.3%``."""
     if value is None:
@@ -27,6 +32,8 @@ def size(value: float | None) -> str:
     """Returns bytes with a unit: ``754 MiB``, ``1.2 GiB``."""
     if value is None:
         return NOTHING
+    if not value:
+        return "0"
     for unit, bytes_ in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if value >= bytes_:
             return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mlora.report.charts import Chart, Form, Rule, Series, chart, spreads
 from mlora.report.curves import MOST, Curve
-from mlora.report.numbers import NOTHING, count, duration, number, percent, size
+from mlora.report.numbers import count, duration, number, percent, size
 from mlora.report.read import Adapter, Run
 from mlora.report.results import result_columns
 from mlora.report.settings import settings_of, versions_of
@@ -26,7 +25,7 @@ STATES = {
     "running": "●",
     "waiting": "◌",
     "queued": "◌",
-    "paused": "‖",
+    "paused": "\u2161",
     "unfinished": "◐",
     "interrupted": "◐",
     "stopped": "✕",
@@ -68,7 +67,7 @@ def render(run: Run) -> str:
     environment.globals["signs"] = STATES
     spread = any(_spread(each, "loss", "eval_loss") for each in run.adapters)
     parts = [_part(run, index, each, logarithmic=spread) for index, each in enumerate(run.adapters)]
-    page = environment.get_template("page.html").render(
+    return environment.get_template("page.html").render(
         run=run,
         name=Path(run.path).name,
         base=run.base,
@@ -88,7 +87,6 @@ def render(run: Run) -> str:
         times=_times(run),
         moment=_moment,
     )
-    return re.sub(r"\n\s*\n+", "\n", page)
 
 
 def _moment(when: datetime) -> str:
@@ -101,7 +99,8 @@ def _times(run: Run) -> str:
     if not run.starts:
         return ended.capitalize()
     resumed = len(run.starts) - 1
-    times = f", resumed {resumed} time{'s' * (resumed != 1)}" if resumed else ""
+    often = {0: "", 1: ", resumed once"}
+    times = often.get(resumed, f", resumed {resumed} times")
     return f"Started {_moment(datetime.fromisoformat(run.starts[0]['began']))}{times}, {ended}"
 
 
@@ -122,12 +121,13 @@ def _figures(run: Run) -> list[tuple[str, str]]:
     history = run.history
     tokens = sum(history.tokens.values())
     seconds = max(run.seconds, history.seconds)
+    speed = tokens / seconds if seconds else 0.0
     peak = max((point.high for point in history.memory.points()), default=None)
     return [
-        ("adapters", f"{len(run.adapters):,}"),
+        ("adapter" if len(run.adapters) == 1 else "adapters", f"{len(run.adapters):,}"),
         ("optimizer steps", f"{history.steps:,}"),
         ("trained tokens", count(tokens)),
-        ("tokens/s", count(tokens / seconds) if seconds else NOTHING),
+        ("tokens/s", count(speed) if speed >= 1e6 else number(speed or None)),
         ("time", duration(seconds)),
         ("peak memory", size(peak)),
     ]
@@ -177,7 +177,8 @@ def _part(run: Run, index: int, adapter: Adapter, *, logarithmic: bool) -> Part:
 
 
 def _spread(adapter: Adapter, *keys: str) -> bool:
-    return spreads([point.y for key in keys for point in _points(adapter.curves, key, MOST)])
+    curves = [adapter.curves[key] for key in keys if key in adapter.curves]
+    return spreads([point.y for curve in curves for point in curve.points()])
 
 
 def _points(curves: Mapping[str, Curve], key: str, most: int) -> Sequence[Any]:
@@ -188,7 +189,7 @@ def _metrics(curves: Mapping[str, Curve]) -> list[tuple[str, str, Form]]:
     """Returns key, title and form of the objective's metrics."""
     plain = ("loss", "learning_rate", "grad_norm", "exact_match")
     keys = dict.fromkeys(key.removeprefix("eval_") for key in curves)
-    return [(key, key.capitalize(), _METRIC_FORMS.get(key, number)) for key in keys if key not in plain]
+    return [(key, key, _METRIC_FORMS.get(key, number)) for key in keys if key not in plain]
 
 
 def _samples(adapter: Adapter) -> dict[str, Any] | None:
@@ -241,7 +242,7 @@ def _memory(run: Run) -> Chart | None:
 
 def _unit_of(sizes: Sequence[float]) -> int:
     """Returns GiB or MiB in bytes, whichever suits the largest of these sizes."""
-    return 2**30 if max(sizes, default=0) > 3 * 2**30 else 2**20
+    return 2**30 if max(sizes, default=0) > 2**30 else 2**20
 
 
 def _streams(run: Run) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlora.report.numbers import NOTHING, number, percent
+from mlora.report.numbers import NOTHING, loss, number, percent
 from mlora.report.read import Adapter
 from mlora.report.settings import rank_of
 from mlora.tasks.result import columns_of
@@ -44,8 +44,8 @@ def result_columns(adapters: Sequence[Adapter]) -> list[Column]:
     steps = [Cell(_steps(entry), entry["step"]) for entry in entries]
     columns = [
         Column("Steps", steps),
-        Column("Training loss", [_cell(entry["loss"]) for entry in entries]),
-        _pairs("Held-out loss", [entry["eval_loss"] for entry in entries], number),
+        Column("Training loss", [_cell(entry["loss"], loss) for entry in entries]),
+        _pairs("Held-out loss", [entry["eval_loss"] for entry in entries], loss),
         _pairs("Exact match", [entry["eval_exact_match"] for entry in entries], percent, whole=1.0),
         _pairs("Accuracy", [entry["eval_accuracy"] for entry in entries], percent, whole=1.0),
     ]

@@ -40,19 +40,19 @@ def settings_of(adapter: Adapter) -> list[tuple[str, str]]:
             found.append(("kind", ", ".join(kinds)))
     if config.get("init_from"):
         found.append(("starts from", Path(config["init_from"]).name))
-    if config:
-        schedule = str(config.get("lr_scheduler_type", "")).replace("_", " ")
-        found.append(("learning rate", f"{number(config.get('learning_rate'))}, {schedule}"))
-        batch, times = config.get("per_device_train_batch_size"), config.get("gradient_accumulation_steps", 1)
+    if rate := config.get("learning_rate"):
+        schedule = str(config.get("lr_scheduler_type") or "").replace("_", " ")
+        found.append(("learning rate", f"{number(rate)}{', ' * bool(schedule)}{schedule}"))
+    if batch := config.get("per_device_train_batch_size"):
+        times = config.get("gradient_accumulation_steps") or 1
         found.append(("batch size", f"{batch}" + (f" \N{MULTIPLICATION SIGN} {times}" if times != 1 else "")))
-        objective = config.get("objective", "cross_entropy")
-        name = objective.get("name") if isinstance(objective, Mapping) else objective
-        if name != "cross_entropy":
-            found.append(("objective", str(name)))
-        found.append(("optimizer", str(config.get("optim", "")).removesuffix("_fused").replace("_", " ")))
-        found.append(("trained on", str(config.get("dataset", ""))))
-        if config.get("eval_dataset"):
-            found.append(("evaluated on", str(config["eval_dataset"])))
+    objective = config.get("objective") or "cross_entropy"
+    name = objective.get("name") if isinstance(objective, Mapping) else objective
+    if name != "cross_entropy":
+        found.append(("objective", str(name)))
+    for title, key in (("optimizer", "optim"), ("trained on", "dataset"), ("evaluated on", "eval_dataset")):
+        if config.get(key):
+            found.append((title, str(config[key])))
     if adapter.tokens:
         found.append(("tokens", f"{count(adapter.tokens)} in {duration(adapter.seconds)}"))
     if adapter.skipped:
