@@ -122,7 +122,7 @@ def chart(
     return Chart(
         title=title,
         description=f"{title}: {'; '.join(_told(each, form, across) for each in series)}",
-        note="logarithmic scale" if up.logarithmic else "",
+        note=", ".join(_notes(series, up, across)),
         keys=[(each.label, each.style) for each in series],
         shapes=shapes,
         rows=[Mark(100 - 100 * up.share(tick), form(tick)) for tick in up.ticks],
@@ -209,6 +209,13 @@ def _columns(first: float, last: float, across: str, form: Form) -> list[Mark]:
     if first == last:
         return [Mark(0.0, f"{across} {form(first)}")]
     return [Mark(0.0, form(first), "start"), Mark(100.0, f"{across} {form(last)}", "end")]
+
+
+def _notes(series: Sequence[Series], up: Axis, across: str) -> list[str]:
+    """Returns what one must know to read a chart."""
+    joined = max(point.count for each in series for point in each.points)
+    notes = [f"means and range of {joined} {across}s"] if joined > 1 and across == "step" else []
+    return [*notes, "logarithmic scale"] if up.logarithmic else notes
 
 
 def _end(series: Series, along: Axis, up: Axis, form: Form) -> Mark:

@@ -78,9 +78,9 @@ def versions_of(starts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     machine = starts[-1].get("machine", {})
     if machine.get("gpu"):
         found.append(("GPU", f"{machine['gpu']}, {size(machine.get('gpu_bytes'))}"))
-    found.append(("device", str(machine.get("device", ""))))
-    found.append(
-        ("CPU", f"{machine.get('cpu')}, {machine.get('threads')} of {machine.get('cores')} cores used")
-    )
-    found.append(("system", str(machine.get("system", ""))))
+    if machine:
+        used = f"{machine.get('threads')} threads on {machine.get('cores')} cores"
+        found.append(("CPU", f"{machine.get('cpu')}, {used}"))
+        found.append(("device", str(machine.get("device", ""))))
+        found.append(("system", str(machine.get("system", ""))))
     return found

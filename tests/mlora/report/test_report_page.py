@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from command_line import invoke, only_line
+from mlora import report
 from mlora.cli.run_status import read_status
 from mlora.files.run_folder import Metrics, RunFolder
 from mlora.report.curves import MOST, Curve
@@ -175,6 +176,28 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
     assert not re.search(r"https?:|//\w|@import|url\(", text.split("<pre>")[0].split("</style>")[0])
     assert "://" not in text
     assert any(each.startswith("default-src 'none'; ") for each in page.attributes("content"))
+
+
+def luminance(color: str) -> float:
+    """WCAG's relative luminance of ``#rgb`` or ``#rrggbb``."""
+    digits = color.lstrip("#")
+    digits = "".join(2 * digit for digit in digits) if len(digits) == 3 else digits
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_colours_can_be_told_from_the_paper() -> None:
+    """As WCAG AA asks: 4.5 for text, 3 for lines of charts; in light and in dark."""
+    styles = (Path(report.__file__).parent / "page.css").read_text()
+    palettes = [dict(re.findall(r"--(\w+): (#\w+);", part)) for part in styles.split("@media", 2)[:2]]
+    assert len(palettes) == 2
+    for palette in palettes:
+        for name, least in (("ink", 4.5), ("soft", 4.5), ("accent", 4.5), ("bad", 4.5), ("quiet", 3.0)):
+            for paper in ("paper", "tint"):
+                lights = sorted((luminance(palette[name]), luminance(palette[paper])), reverse=True)
+                if (name, paper) != ("quiet", "tint"):  # no chart is on it
+                    assert (lights[0] + 0.05) / (lights[1] + 0.05) >= least, (name, paper)
 
 
 def test_blank_lines_of_prompts_and_config_stay(tmp_path: Path) -> None:
