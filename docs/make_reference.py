@@ -109,10 +109,12 @@ def _models() -> Mapping[str, type[BaseModel]]:
     from mlora.config.faults import MODELS
     from mlora.config.lora_fields import LoraFields
     from mlora.config.run_config import RunConfig
+    from mlora.config.sections import DataFile
 
     return {
         **{model.__name__: model for model in MODELS.values()},
         "RunConfig": RunConfig,
+        "DataFile": DataFile,
         "Lora": LoraFields,
     }
 

@@ -16,7 +16,7 @@ MLORA = ROOT / "python" / "mlora"
 # Top to bottom. A folder imports only from folders below it; folders on one line do not import each other.
 LAYERS: list[tuple[str, ...]] = [
     ("cli",),
-    ("run",),
+    ("run", "report"),
     ("sweep",),
     ("queue", "simulate"),
     ("planning", "files"),

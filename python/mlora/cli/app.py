@@ -16,6 +16,7 @@ from mlora.cli.data import data
 from mlora.cli.generate import generate
 from mlora.cli.queue import CHANGES, change_tasks, status, submit
 from mlora.cli.schema import schema
+from mlora.cli.report import report
 from mlora.cli.simulate import simulate
 from mlora.cli.tables import print_lines, print_rows
 from mlora.cluster.imports import end_imports_at_once
@@ -190,6 +191,7 @@ for name, what in CHANGES.items():
     app.command(name, help=what)(change_tasks)
 
 
+app.command()(report)
 app.command()(generate)
 app.add_typer(data, name="data")
 app.command()(schema)

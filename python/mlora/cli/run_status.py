@@ -13,7 +13,7 @@ from mlora.cli.tables import result_table
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
-from mlora.files.run_folder import RunFolder, is_running, read_metrics
+from mlora.files.run_folder import RunFolder, is_running, metrics_of
 from mlora.queue.requests import ENDED, KnownTask, known_tasks
 from mlora.queue.task_queue import TaskQueue
 from mlora.sweep.ranking import SweepProgress, sweep_progress
@@ -131,7 +131,7 @@ def read_status(run_dir: Path | str) -> RunStatus:
         tasks = known_tasks(own, summary, queue)
         memory = queue.views()[1].get("memory") if queue else None
     adapters = {name: summary["adapters"].get(name) or _no_result(task) for name, task in tasks.items()}
-    for record in read_metrics(folder.metrics):
+    for record in metrics_of(folder.metrics):
         name = record["adapter"]
         if name not in tasks:
             tasks[name] = KnownTask(name, 0)

@@ -10,8 +10,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Collection
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +28,7 @@ _OF_ADAPTER = (
 )
 OWN_FILES = re.compile(
     r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"
+    r"|samples\.jsonl|\.?(environment\.json|report\.html)(\.tmp)?"
     r"|\.?sweep\.(csv|png)(\.tmp)?"
     rf"|\.?best(\.tmp)?(/{_OF_ADAPTER})?"
     r"|queue\.sqlite(-journal)?|states(/\.?[^/]+-\d{8}\.(pt(\.tmp)?|bin(\.new)?))?"
@@ -48,6 +49,12 @@ class _Summary(BaseModel):
     adapters: dict[str, AdapterResult]
 
 
+class _Environment(BaseModel):
+    """The content of ``environment.json``."""
+
+    starts: list[dict[str, Any]]
+
+
 class RunFolder:
     """The files of a run in its ``output_dir``."""
 
@@ -55,6 +62,9 @@ class RunFolder:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.environment = self.path / "environment.json"
+        self.report = self.path / "report.html"
         self.adapters = self.path / "adapters"
         self.checkpoints = self.path / "checkpoints"
         self.queue = self.path / "queue.sqlite"
@@ -132,7 +142,8 @@ class RunFolder:
         with os_errors(f"output_dir: {self.path} cannot be cleared"):
             traces = (self.path / name for name in ("trace.json", "timeline.png", "times.json"))
             queue = (self.path / name for name in ("queue.sqlite-journal", "queue.sqlite"))
-            for file in (self.plot, self.summary, self.trials, self.trials_plot, *traces, *queue):
+            reports = (self.samples, self.environment, self.report)
+            for file in (self.plot, self.summary, self.trials, self.trials_plot, *reports, *traces, *queue):
                 file.unlink(missing_ok=True)
             for folder in (self.checkpoints, self.adapters, self.states, self.best):
                 if folder.exists():
@@ -176,6 +187,14 @@ class RunFolder:
             return None if content is None else _Summary.model_validate_json(content).model_dump()
         except ValidationError as error:
             raise RunError(f"{self.summary}: is not a run's summary: {first_fault(error)}") from error
+
+    def read_environment(self) -> list[dict[str, Any]]:
+        """Returns the starts that ``environment.json`` holds, the first one first; empty if it is missing."""
+        content = _content(self.environment)
+        try:
+            return [] if content is None else _Environment.model_validate_json(content).starts
+        except ValidationError as error:
+            raise RunError(f"{self.environment}: holds no starts of a run: {first_fault(error)}") from error
 
     def was_cut_off(self, since: float) -> bool:
         """Whether the run ended without a final summary, as a killed run does.
@@ -275,15 +294,24 @@ def _content(path: Path) -> bytes | None:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Reads ``metrics.jsonl``, which may be missing, without an incomplete last line."""
-    lines = (_content(path) or b"").split(b"\n")
-    records = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            records.append(json.loads(line))
-            if not (isinstance(records[-1], dict) and isinstance(records[-1].get("step"), int)):
-                raise ValueError("no step")
-            if not isinstance(records[-1].get("adapter"), str):
-                raise ValueError("no adapter")
-        except ValueError as error:
-            raise RunError(f"{path}:{number}: is not a line of metrics: {first_line(error)}") from error
-    return records
+    return list(metrics_of(path))
+
+
+def metrics_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields what `read_metrics` returns, one line at a time: a long run's lines do not fit in memory."""
+    with os_errors(f"{path}: cannot be read"), suppress(FileNotFoundError), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                yield _metrics_line(line, f"{path}:{number}")
+
+
+def _metrics_line(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        if not (isinstance(record, dict) and isinstance(record.get("step"), int)):
+            raise ValueError("no step")
+        if not isinstance(record.get("adapter"), str):
+            raise ValueError("no adapter")
+    except ValueError as error:
+        raise RunError(f"{where}: is not a line of metrics: {first_line(error)}") from error
+    return record

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlora.data.preference import joined
 from mlora.data.record import Sample, sequence_lengths
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # rows of one generation batch; completions are short, so this bounds the key-value cache, not the time
 GENERATION_ROWS = 64
+SAMPLES = 4  # prompts of a task whose answers `samples.jsonl` keeps
+SAMPLE_LETTERS = 600  # of a prompt or an answer that is kept
 
 
 Fits = Callable[[Mapping[str, Sequence[int]]], bool]
@@ -106,10 +109,30 @@ def complete_over_stages(
     return [tuple(tokens) for tokens in new]
 
 
-def exact_matches(
+@dataclass
+class Answers:
+    """What greedy generation made of a task's held-out prompts.
+
+    Args:
+        hits: prompts that it completed exactly.
+        count: all prompts.
+        samples: the first few of them: ``prompt``, ``expected``, ``answer`` and whether it is ``exact``.
+    """
+
+    hits: int = 0
+    count: int = 0
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        """The share (0 to 1) of prompts that were completed exactly."""
+        return self.hits / self.count
+
+
+def answer_prompts(
     engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, fits: Fits
-) -> Mapping[str, float]:
-    """Returns the share (0 to 1) of prompts that greedy generation completes exactly, by task name.
+) -> Mapping[str, Answers]:
+    """Returns what greedy generation makes of each task's prompts, by task name.
 
     A completion counts if its text equals the expected one and the end token follows, within as many
     tokens as the expected completion has.
@@ -124,10 +147,29 @@ def exact_matches(
         answers = complete(engine.model, requests, end_token=end, rows=rows)
     else:
         answers = complete_over_stages(engine, requests, end_token=end, rows=rows)
-    hits = {task.name: 0 for task in tasks}
-    totals = dict(hits)
+    found = {task.name: Answers() for task in tasks}
     for (name, prompt), answer in zip(wanted, answers, strict=True):
-        totals[name] += 1
-        if answer and answer[-1] == end:
-            hits[name] += text_of(tokenizer, answer[:-1], special=True) == prompt.completion
-    return {name: hits[name] / totals[name] for name in hits}
+        own, ended = found[name], bool(answer) and answer[-1] == end
+        keep = len(own.samples) < SAMPLES
+        own.count += 1
+        if not (ended or keep):
+            continue
+        text = text_of(tokenizer, answer[:-1] if ended else answer, special=True)
+        exact = ended and text == prompt.completion
+        own.hits += exact
+        if keep:
+            asked = text_of(tokenizer, prompt.input_ids, special=True)
+            own.samples.append(_sample(asked, prompt.completion, text, exact))
+    return found
+
+
+def _sample(prompt: str, expected: str, answer: str, exact: bool) -> dict[str, Any]:
+    """Returns the end of a prompt and the beginnings of what follows: files and reports stay small."""
+    if len(prompt) > SAMPLE_LETTERS:
+        prompt = f"…{prompt[-SAMPLE_LETTERS:]}"
+    texts = {"expected": expected, "answer": answer}
+    cut = {
+        key: f"{text[:SAMPLE_LETTERS]}…" if len(text) > SAMPLE_LETTERS else text
+        for key, text in texts.items()
+    }
+    return {"prompt": prompt, **cut, "exact": exact}

@@ -21,11 +21,12 @@ from mlora.errors import RunError, file_line, first_line
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
+from mlora.files.samples import append_samples, samples_size
 from mlora.files.state_files import StateFiles, best_file, files_named
 from mlora.objectives.custom import CustomLoss
 from mlora.optim.optimizer import OptimizerError
 from mlora.pipeline import PipelineError
-from mlora.run.evaluation import evaluate_losses, exact_matches
+from mlora.run.evaluation import Answers, answer_prompts, evaluate_losses
 from mlora.run.forecasts import forecast_lines
 from mlora.run.inputs import fingerprints
 from mlora.run.prepare import Prepared
@@ -320,15 +321,22 @@ class TrainingLoop:
             if task.config.eval_exact_match
             and (task.progress.step in (0, task.total_steps) or task.config.best_rule is not None)
         ]
-        exact: Mapping[str, float] = {}
+        answers: Mapping[str, Answers] = {}
         if asked:
             tokenizer = self._run.base.tokenizer()
-            exact = exact_matches(self._engine, asked, tokenizer, self._table.fits)
+            answers = answer_prompts(self._engine, asked, tokenizer, self._table.fits)
+            append_samples(
+                self._folder.samples,
+                (
+                    {"adapter": task.name, "step": task.progress.step, "samples": answers[task.name].samples}
+                    for task in asked
+                ),
+            )
         for task in tasks:
             found = losses[task.name]
             entry: dict[str, Any] = {"step": task.progress.step, "eval_loss": found.loss_sum / found.units}
-            if task.name in exact:
-                entry["eval_exact_match"] = exact[task.name]
+            if task.name in answers:
+                entry["eval_exact_match"] = answers[task.name].share
             more = {f"eval_{name}": value for name, value in found.mean_metrics().items()}
             entry |= {key: value for key, value in more.items() if key != "eval_loss"}
             task.progress.evaluations.append(entry)
@@ -411,6 +419,7 @@ class TrainingLoop:
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,
             "metrics_bytes": self._metrics.size,
+            "samples_bytes": samples_size(self._folder.samples),
             "config": self._run.config.model_dump(),
             "decisions": self._decisions.state(self._run.iteration),
             "refused": self._table.refused,

@@ -14,9 +14,11 @@ from mlora.files.checkpoint import load_checkpoint
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, RunFolder, read_metrics
+from mlora.files.samples import cut_samples
 from mlora.files.state_files import lost_file
 from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.run.decisions import journaled
+from mlora.run.environment import note_start
 from mlora.run.loop import TrainingLoop, catch_signals
 from mlora.run.prepare import Prepared, prepare
 from mlora.run.reporter import Reporter, some
@@ -182,6 +184,7 @@ def _go_on(
             if prepared.config != folder.read_config():
                 folder.write_config(prepared.config)
             metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
+            cut_samples(folder.samples, checkpoint.get("samples_bytes", 0) if checkpoint else 0)
             prepared.decisions.begin(queue, prepared.iteration, known)
             return _run(prepared, metrics, member)
 
@@ -239,6 +242,7 @@ def _more_trials(folder: RunFolder, config: RunConfig) -> bool:
 
 def _run(prepared: Prepared, metrics: Metrics, member: Member | None, *, trace: bool = False) -> RunResult:
     folder, reporter, engine = prepared.table.folder, prepared.table.reporter, prepared.engine
+    note_start(folder, engine.device, prepared.iteration, prepared.table.warnings)
     writer = CheckpointWriter(folder.checkpoints, prepared.config.save_total_limit, metrics.sync)
     loop = TrainingLoop(prepared, metrics, writer)
     if member:

@@ -57,6 +57,11 @@ class TaskTable:
         self._waited: list[str] = []
         self._left: list[str] = []
 
+    @property
+    def warnings(self) -> list[str]:
+        """Lines on the tasks' data and adapter folders."""
+        return self._builder.warnings
+
     def named(self, name: str) -> Task | None:
         """Returns the task with this name, or None."""
         return next((task for task in self.tasks if task.name == name), None)

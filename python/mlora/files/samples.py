@@ -1,0 +1,53 @@
+"""``samples.jsonl``: a few held-out prompts of each adapter, and what the model answered at an evaluation."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlora.durable import sync_path
+from mlora.errors import RunError, first_line
+from mlora.files.disk import os_errors
+
+
+def append_samples(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Appends one object as a line for each evaluation of an adapter, durably; the file may be missing."""
+    lines = b"".join((json.dumps(record) + "\n").encode() for record in records)
+    with os_errors(f"{path}: cannot be written"):
+        new = not path.exists()
+        with open(path, "ab") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            sync_path(path.parent)
+
+
+def samples_size(path: Path) -> int:
+    """Returns the bytes of the lines so far."""
+    return path.stat().st_size if path.exists() else 0
+
+
+def cut_samples(path: Path, size: int) -> None:
+    """Keeps only the first `size` bytes, which a checkpoint has seen. A file that is gone is no fault."""
+    with os_errors(f"{path}: cannot be written"):
+        if samples_size(path) > size:
+            os.truncate(path, size)
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """Reads ``samples.jsonl``, which may be missing, without an incomplete last line."""
+    with os_errors(f"{path}: cannot be read"):
+        content = path.read_bytes() if path.exists() else b""
+    records = []
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            records.append(json.loads(line))
+            if not {"adapter", "step", "samples"} <= records[-1].keys():
+                raise ValueError("no adapter, step or samples")
+        except (ValueError, AttributeError) as error:
+            raise RunError(f"{path}:{number}: is not a line of samples: {first_line(error)}") from error
+    return records

@@ -1,0 +1,147 @@
+"""Reads the files of a run's folder into plain data for its report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mlora.config.sections import parse_size
+from mlora.config.yaml_file import read_yaml
+from mlora.files.disk import os_errors
+from mlora.files.run_folder import RunFolder, metrics_of
+from mlora.files.samples import read_samples
+from mlora.queue.task_queue import TaskQueue
+from mlora.report.curves import Curve
+from mlora.report.history import History, read_history
+from mlora.report.timeline import Timeline, read_timeline
+from mlora.sweep.proposal import trials_begun
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter of a run.
+
+    Args:
+        entry: as `mlora status --json` has it.
+        config: its fields as resolved; empty if the run's files do not have them any more.
+        curves: by the key of ``metrics.jsonl``.
+        samples: answers to a few held-out prompts, by the step at which they were given.
+    """
+
+    name: str
+    entry: Mapping[str, Any]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    tokens: int = 0  # trained
+    seconds: float = 0.0  # of training
+    skipped: int = 0  # steps that a loss scaler skipped
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a report shows.
+
+    Args:
+        path: the run's folder.
+        status: as `mlora status --json` has it.
+        next: how to go on with a run that has not ended, as a line; else empty.
+        config: the values of ``config.yaml``. They are not checked: files that they name may be gone.
+        config_text: ``config.yaml``.
+        starts: ``environment.json``: the first start, then each resume.
+        ended: when the run or its last part ended; None while it is at work, or if it was killed.
+        read: when its files were read.
+        seconds: wall time, as far as the files tell.
+        memory: in bytes, as the run has published it; None without a limit.
+        timeline: of the pipeline; None if the run was not traced.
+    """
+
+    path: str
+    status: str
+    next: str
+    config: Mapping[str, Any]
+    config_text: str
+    starts: Sequence[Mapping[str, Any]]
+    ended: datetime | None
+    read: datetime
+    seconds: float
+    adapters: Sequence[Adapter]
+    history: History
+    memory: Mapping[str, int] | None = None
+    timeline: Timeline | None = None
+
+    @property
+    def base(self) -> str:
+        """The base model's name, without its folder."""
+        return Path(self.config["base_model"]).name
+
+    @property
+    def limit(self) -> int | None:
+        """``scheduler.memory_limit`` in bytes."""
+        limit = (self.config.get("scheduler") or {}).get("memory_limit")
+        return None if limit is None else parse_size(limit)
+
+
+def read_run(folder: RunFolder, status: Mapping[str, Any], line: str) -> Run:
+    """Reads a run's files while it trains or afterwards.
+
+    Args:
+        folder: the run's folder.
+        status: what `mlora status --json` prints.
+        line: what `mlora status` prints first.
+
+    Raises:
+        RunError: a file cannot be read, or is not what its name says.
+    """
+    config = read_yaml(folder.config)
+    history = read_history(metrics_of(folder.metrics))
+    samples: dict[str, dict[int, Any]] = {}
+    for record in read_samples(folder.samples):
+        samples.setdefault(record["adapter"], {})[record["step"]] = record["samples"]
+    fields = _fields_of_adapters(folder, config)
+    adapters = [
+        Adapter(
+            name := entry["name"],
+            entry,
+            fields.get(name, {}),
+            history.curves.get(name, {}),
+            samples.get(name, {}),
+            history.tokens.get(name, 0),
+            history.time.get(name, 0.0),
+            history.skipped.get(name, 0),
+        )
+        for entry in status["tasks"]
+    ]
+    with os_errors(f"{folder.config}: cannot be read"):
+        text = folder.config.read_text(encoding="utf-8")
+    summary = folder.read_summary()
+    over = summary is not None and summary["status"] != "running" and status["status"] != "running"
+    return Run(
+        path=str(folder.path),
+        status=status["status"],
+        next=line if status["status"] in ("interrupted", "paused") else "",
+        config=config,
+        config_text=text,
+        starts=folder.read_environment(),
+        ended=datetime.fromtimestamp(folder.summary.stat().st_mtime, UTC) if over else None,
+        read=datetime.now(UTC),
+        seconds=summary["seconds"] if summary and over else history.seconds,
+        adapters=adapters,
+        history=history,
+        memory=status["memory"],
+        timeline=read_timeline(folder.path / "trace.json"),
+    )
+
+
+def _fields_of_adapters(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Returns the resolved fields of the config's adapters, submitted tasks and trials, by name."""
+    found: dict[str, Mapping[str, Any]] = {each["name"]: each for each in config["adapters"]}
+    if folder.queue.is_file():
+        with TaskQueue(folder.queue) as queue:
+            submitted = [(r.task, r.content) for r in queue.requests() if r.kind == "submit"]
+            came = [*submitted, *trials_begun(queue)]
+        found |= {name: content["adapter"] for name, content in came if name not in found}
+    return found

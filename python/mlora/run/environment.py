@@ -1,0 +1,67 @@
+"""What a run trains with, for its report: versions of packages, and the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlora.files.disk import write_file
+from mlora.files.run_folder import RunFolder
+
+PACKAGES = ("mlora-ext", "torch", "transformers", "peft", "tokenizers", "safetensors", "numpy")
+
+
+def note_start(folder: RunFolder, device: torch.device, iteration: int, warnings: Sequence[str]) -> None:
+    """Adds the start or resume of a run, by this process and now, to ``environment.json``."""
+    start = {
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "iteration": iteration,
+        "versions": _versions(),
+        "machine": _machine(device),
+        "warnings": list(warnings),
+    }
+    starts = [*folder.read_environment(), start]
+    write_file(folder.environment, (json.dumps({"starts": starts}, indent=2) + "\n").encode())
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """Returns what the machine of stage 0 is; sizes in bytes."""
+    found: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["gpu_bytes"] = torch.cuda.get_device_properties(device).total_memory
+    return found
+
+
+def _cpu() -> str:
+    """Returns the processor's name; Linux has it in a file."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
