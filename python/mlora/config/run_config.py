@@ -40,6 +40,7 @@ from mlora.config.strict import (
     wrong_keys,
 )
 from mlora.config.sweep_config import SweepConfig
+from mlora.config.tracking import placed_callback, tracker_names
 from mlora.errors import unknown_value
 from mlora.objectives.options import BASE_ROWS, START, ObjectiveError
 from mlora.objectives.registry import (
@@ -60,6 +61,7 @@ class TrainingFields(Strict):
 
     ``warmup_steps``, ``eval_steps``, ``logging_steps`` and ``save_steps`` below 1 are ratios of the adapter's
     total steps, as in Transformers. ``max_length`` and ``assistant_only_loss`` are TRL's.
+    ``callbacks`` are Transformers' ``TrainerCallback`` classes: ``file.py:Class`` or ``module:Class``.
     ``load_best_model_at_end`` defaults to true with ``early_stopping_patience`` and to false without it; see
     `mlora.config.best_rule`.
     """
@@ -108,6 +110,14 @@ class TrainingFields(Strict):
     init_samples: int = Field(default=256, ge=1, le=MOST)
     logging_steps: float = Field(default=500, gt=0, allow_inf_nan=False)
     save_steps: float | None = Field(default=500, gt=0, allow_inf_nan=False)
+    callbacks: list[str | dict[str, Any]] | None = None
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def _placed_callbacks(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [placed_callback(one, (info.context or {}).get("folder", ".")) for one in value]
 
     @field_validator("warmup_steps", "eval_steps", "logging_steps", "save_steps")
     @classmethod
@@ -190,7 +200,8 @@ class RunConfig(Strict):
     multiplies by the frozen weights on a CPU. Without it, the run measures which one to take and names it in
     its resolved config, because rounding depends on it. ``pack_base`` also keeps these weights in oneDNN's
     own layouts and multiplies with them. That is faster and takes about three times the memory of the
-    weights. ``quantization`` quantises the base model's linear weights while they are read. A run with a
+    weights. ``report_to`` names trackers, to which ``run_name``, ``project`` and ``logging_dir`` belong.
+    ``quantization`` quantises the base model's linear weights while they are read. A run with a
     ``sweep`` lists no adapters: trials are added while it runs.
 
     Example:
@@ -209,6 +220,10 @@ class RunConfig(Strict):
     base_gemm: Literal["aten", "onednn"] | None = None
     pack_base: bool = False
     save_total_limit: int = Field(default=2, ge=1)
+    report_to: list[str] = Field(default_factory=list)
+    run_name: str | None = Field(default=None, min_length=1)
+    project: str | None = Field(default=None, min_length=1)
+    logging_dir: ResolvedPath | None = None
     defaults: TrainingFields = TrainingFields()
     datasets: list[DatasetConfig] = Field(min_length=1)
     sweep: SweepConfig | None = None
@@ -301,6 +316,11 @@ class RunConfig(Strict):
         if value is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", value):
             raise ValueError(f"must be cpu, cuda or cuda:<index>, got {value!r}")
         return value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _report_to(cls, value: Any) -> Any:
+        return tracker_names(value)
 
     @model_validator(mode="after")
     def _one_dtype(self) -> RunConfig:

@@ -27,7 +27,8 @@ _OF_ADAPTER = (
     r"(adapter_config\.json|adapter_model\.safetensors|labels\.json|\.?quantization\.json(\.tmp)?|README\.md)"
 )
 OWN_FILES = re.compile(
-    r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"
+    r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json|tracking\.json)(\.tmp)?"
+    r"|logs(/[^/]+(/events\.out\.tfevents\.[^/]+)?)?"
     r"|\.?sweep\.(csv|png)(\.tmp)?"
     rf"|\.?best(\.tmp)?(/{_OF_ADAPTER})?"
     r"|queue\.sqlite(-journal)?|states(/\.?[^/]+-\d{8}\.(pt(\.tmp)?|bin(\.new)?))?"
@@ -64,6 +65,8 @@ class RunFolder:
         self.trials = self.path / "sweep.csv"
         self.trials_plot = self.path / "sweep.png"
         self.best = self.path / "best"
+        self.logs = self.path / "logs"
+        self.tracking = self.path / "tracking.json"
 
     def check_free(self, *, overwrite: bool, inputs: list[str]) -> None:
         """Checks that a new run may write here and no process is at work, changing nothing."""
@@ -132,9 +135,10 @@ class RunFolder:
         with os_errors(f"output_dir: {self.path} cannot be cleared"):
             traces = (self.path / name for name in ("trace.json", "timeline.png", "times.json"))
             queue = (self.path / name for name in ("queue.sqlite-journal", "queue.sqlite"))
-            for file in (self.plot, self.summary, self.trials, self.trials_plot, *traces, *queue):
+            files = (self.plot, self.summary, self.tracking, self.trials, self.trials_plot)
+            for file in (*files, *traces, *queue):
                 file.unlink(missing_ok=True)
-            for folder in (self.checkpoints, self.adapters, self.states, self.best):
+            for folder in (self.checkpoints, self.adapters, self.states, self.best, self.logs):
                 if folder.exists():
                     shutil.rmtree(folder)
 
@@ -273,9 +277,9 @@ def _content(path: Path) -> bytes | None:
             return None
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads ``metrics.jsonl``, which may be missing, without an incomplete last line."""
-    lines = (_content(path) or b"").split(b"\n")
+def read_metrics(path: Path, start: int = 0) -> list[dict[str, Any]]:
+    """Reads ``metrics.jsonl``, which may be missing, from byte `start`, without an incomplete last line."""
+    lines = (_content(path) or b"")[start:].split(b"\n")
     records = []
     for number, line in enumerate(lines[:-1], 1):
         try:

@@ -1,0 +1,162 @@
+"""Tells trackers what adapters do: their steps, evaluations and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mlora.config.run_config import RunConfig
+from mlora.config.tracking import missing_packages
+from mlora.errors import RunError, first_line
+from mlora.run.logs import logs_of
+from mlora.run.reporter import Reporter
+from mlora.run.trackers.background import PATIENCE, Background
+from mlora.run.trackers.tracked_runs import TrackedRuns, kind_of
+from mlora.run.trackers.tracker import TrackedGroup, Tracker
+from mlora.tasks.task import Task
+
+_CLASSES = {
+    "tensorboard": "TensorBoardTracker",
+    "wandb": "WandbTracker",
+    "mlflow": "MlflowTracker",
+    "trackio": "TrackioTracker",
+}
+"""The class of each tracker, in the file of its name in this folder."""
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raises RunError if the package of a tracker is not installed."""
+    lacking = missing_packages(config.report_to)
+    if lacking:
+        packages = " ".join(lacking)
+        raise RunError(f"report_to: {', '.join(lacking)} is not installed: pip install {packages}")
+
+
+def open_trackers(config: RunConfig, folder: Path) -> dict[str, Tracker]:
+    """Returns the trackers of a run by name. Raises RunError if one cannot be reached.
+
+    `folder` is that of TensorBoard's files where the config names none.
+    """
+    group = TrackedGroup(
+        config.run_name or Path(config.output_dir).name,
+        config.project,
+        Path(config.logging_dir or folder),
+    )
+    return {name: _opened(name, group) for name in config.report_to}
+
+
+def _opened(name: str, group: TrackedGroup) -> Tracker:
+    module = import_module(f"mlora.run.trackers.{name}")
+    with _Refusals(name):
+        tracker: Tracker = getattr(module, _CLASSES[name])(group)
+    return tracker
+
+
+class _Refusals:
+    """Raises whatever a tracker raises before training as a RunError; libraries may raise anything."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            raise RunError(
+                f"report_to: {self._name}: {first_line(error)}; put that right, or go without by "
+                "--set report_to=none"
+            ) from error
+
+
+class Tracking(Reporter):
+    """Sends the values of each adapter to trackers, every ``logging_steps`` and after its last step.
+
+    A tracker that fails costs one warning; training goes on without it.
+
+    Args:
+        runs: which tracking runs an earlier part of this run has begun.
+        reporter: is told of trackers that fail.
+        patience: seconds that the end of the run waits for each tracker.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trackers: Mapping[str, Tracker],
+        runs: TrackedRuns,
+        reporter: Reporter,
+        patience: float = PATIENCE,
+    ) -> None:
+        self._config, self._runs, self._reporter = config, runs, reporter
+        self._trackers = {name: Background(each, patience) for name, each in trackers.items()}
+        self._begun: dict[str, set[str]] = {}  # the trackers that go on with a known run, by adapter
+        for name, each in trackers.items():
+            reporter.note(f"{name}: {each.place}")
+
+    def step(self, task: Task, record: dict[str, Any]) -> None:
+        self._begin(task)
+        self._warn()
+
+    def logged(self, task: Task, record: dict[str, Any]) -> None:
+        self._log(task, record)
+
+    def evaluation(self, task: Task, record: dict[str, Any]) -> None:
+        self._log(task, record)
+
+    def changed(self, task: Task) -> None:
+        if not task.alive:
+            self._end(task.name, task.progress.state)
+        self._warn()
+
+    def close(self) -> None:
+        """Ends the tracking runs of adapters that have not ended, and waits until all values are sent."""
+        for adapter in list(self._begun):
+            self._end(adapter, "interrupted")
+        for each in self._trackers.values():
+            each.tell(each.tracker.close)
+        for each in self._trackers.values():
+            each.close()
+        self._warn()
+
+    def _begin(self, task: Task) -> None:
+        if task.name in self._begun:
+            return
+        whole = self._config.model_dump(mode="json", exclude={"adapters", "datasets", "defaults", "sweep"})
+        config = whole | task.config.model_dump(mode="json")
+        self._begun[task.name] = set()
+        for name, each in self._trackers.items():
+            known = self._runs.known(name, task.name)
+            if known:
+                self._begun[task.name].add(name)
+            each.tell(partial(self._begin_one, name, each.tracker, task.name, known, config))
+
+    def _begin_one(
+        self, name: str, tracker: Tracker, adapter: str, known: str | None, config: Mapping[str, Any]
+    ) -> None:
+        self._runs.begun(name, adapter, tracker.begin(adapter, known, config))
+
+    def _log(self, task: Task, record: dict[str, Any]) -> None:
+        self._begin(task)
+        step, values = record["step"], logs_of(task, record)
+        repeated = step <= self._runs.told(task.name, kind_of(record))
+        for name, each in self._trackers.items():
+            if not (repeated and name in self._begun[task.name]):
+                each.tell(partial(each.tracker.log, task.name, values, step))
+        self._warn()
+
+    def _end(self, adapter: str, state: str) -> None:
+        if self._begun.pop(adapter, None) is not None:
+            for each in self._trackers.values():
+                each.tell(partial(each.tracker.end, adapter, state))
+
+    def _warn(self) -> None:
+        """Warns of trackers that have failed, and leaves them out."""
+        for name, each in list(self._trackers.items()):
+            if each.fault:
+                del self._trackers[name]
+                each.stop()
+                self._reporter.warn(f"report_to: {name}: {each.fault}; training goes on without it")
