@@ -27,8 +27,8 @@ _OF_ADAPTER = (
     r"(adapter_config\.json|adapter_model\.safetensors|labels\.json|\.?quantization\.json(\.tmp)?|README\.md)"
 )
 OWN_FILES = re.compile(
-    r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json|tracking\.json)(\.tmp)?"
-    r"|logs(/[^/]+(/events\.out\.tfevents\.[^/]+)?)?"
+    r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"
+    r"|tracking\.jsonl|logs(/[^/.]+(/events\.out\.tfevents\.[^/]+)?)?"
     r"|\.?sweep\.(csv|png)(\.tmp)?"
     rf"|\.?best(\.tmp)?(/{_OF_ADAPTER})?"
     r"|queue\.sqlite(-journal)?|states(/\.?[^/]+-\d{8}\.(pt(\.tmp)?|bin(\.new)?))?"
@@ -66,7 +66,7 @@ class RunFolder:
         self.trials_plot = self.path / "sweep.png"
         self.best = self.path / "best"
         self.logs = self.path / "logs"
-        self.tracking = self.path / "tracking.json"
+        self.tracking = self.path / "tracking.jsonl"
 
     def check_free(self, *, overwrite: bool, inputs: list[str]) -> None:
         """Checks that a new run may write here and no process is at work, changing nothing."""
@@ -277,9 +277,9 @@ def _content(path: Path) -> bytes | None:
             return None
 
 
-def read_metrics(path: Path, start: int = 0) -> list[dict[str, Any]]:
-    """Reads ``metrics.jsonl``, which may be missing, from byte `start`, without an incomplete last line."""
-    lines = (_content(path) or b"")[start:].split(b"\n")
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Reads ``metrics.jsonl``, which may be missing, without an incomplete last line."""
+    lines = (_content(path) or b"").split(b"\n")
     records = []
     for number, line in enumerate(lines[:-1], 1):
         try:

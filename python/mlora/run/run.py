@@ -203,10 +203,7 @@ def _go_on(
             trackers = open_trackers(prepared.config, folder.logs)
             if prepared.config != folder.read_config():
                 folder.write_config(prepared.config)
-            kept = checkpoint["metrics_bytes"] if checkpoint else 0
-            if folder.tracking.is_file():
-                TrackedRuns(folder.tracking).repeats(read_metrics(folder.metrics, kept))
-            metrics.cut(kept)
+            metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
             prepared.decisions.begin(queue, prepared.iteration, known)
             return _run(prepared, metrics, member, callbacks, trackers)
 

@@ -65,4 +65,4 @@ class Background:
         self.stop()
         self._thread.join(self._patience)
         if self._thread.is_alive():
-            self._failures.told = f"did not take all values within {self._patience:.0f} s"
+            self._failures.told = f"did not take all values within {self._patience:g} s"

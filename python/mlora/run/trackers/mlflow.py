@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mlflow import MlflowClient
@@ -30,18 +30,25 @@ class MlflowTracker(Tracker):
         name = group.project or MLFLOW_EXPERIMENT_NAME.get() or "Default"
         found = self._client.get_experiment_by_name(name)
         self._experiment = found.experiment_id if found else self._client.create_experiment(name)
-        self._parent = ""
+        self._parent, self._ends = "", set[str]()
         self._runs: dict[str, str] = {}
         self.place = f"{self._client.tracking_uri}, experiment {name}"
 
+    def go_on(self, known: Collection[str]) -> None:
+        for one in known:
+            self._parent = one.split("/")[0]
+
     def begin(self, adapter: str, known: str | None, config: Mapping[str, Any]) -> str:
         """Begins a run below the parent; an id is that of the parent and of the run, with a slash between."""
+        running = RunStatus.to_string(RunStatus.RUNNING)
+        if not self._parent:
+            self._parent = self._new(self._group, {})
+        elif not self._runs:
+            self._client.update_run(self._parent, status=running)
         if known:
-            self._parent, run = known.split("/")
-            for one in (self._parent, run):
-                self._client.update_run(one, status=RunStatus.to_string(RunStatus.RUNNING))
+            run = known.split("/")[1]
+            self._client.update_run(run, status=running)
         else:
-            self._parent = self._parent or self._new(self._group, {})
             run = self._new(adapter, {MLFLOW_PARENT_RUN_ID: self._parent})
             params = [Param(key, str(value)[:MAX_PARAM_VAL_LENGTH]) for key, value in _flat(config)]
             for at in range(0, len(params), MAX_PARAMS_TAGS_PER_BATCH):
@@ -58,13 +65,15 @@ class MlflowTracker(Tracker):
         self._client.log_batch(self._runs[adapter], metrics=metrics)
 
     def end(self, adapter: str, state: str) -> None:
+        self._ends.add(state)
         status = RunStatus.to_string(_STATUS.get(state, RunStatus.KILLED))
         self._client.set_terminated(self._runs.pop(adapter), status)
 
     def close(self) -> None:
-        """Ends the parent run."""
-        if self._parent:
-            self._client.set_terminated(self._parent)
+        """Ends the parent run, if it has begun."""
+        if self._ends:
+            status = RunStatus.KILLED if "interrupted" in self._ends else RunStatus.FINISHED
+            self._client.set_terminated(self._parent, RunStatus.to_string(status))
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

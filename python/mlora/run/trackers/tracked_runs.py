@@ -1,76 +1,81 @@
-"""``tracking.json``: which tracking runs a run has begun, so that a resume goes on with them."""
+"""``tracking.jsonl``: the tracking runs of a run and how far they are, so that a resume goes on with them."""
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
 from mlora.errors import RunError, first_fault
-from mlora.files.disk import os_errors, write_file
+from mlora.files.disk import os_errors
+
+Kind = Literal["steps", "evaluations"]
 
 
-class _Content(BaseModel):
-    """The content of the file.
+class _Line(BaseModel):
+    """One line: a tracking run has begun, or has taken the values of a step or an evaluation."""
 
-    Attributes:
-        runs: the ids of tracking runs, by tracker and adapter.
-        told: the last step whose values were sent before a resume, by adapter and by what they are values of
-            (``steps`` or ``evaluations``).
-    """
-
-    runs: dict[str, dict[str, str]] = {}
-    told: dict[str, dict[str, int]] = {}
+    tracker: str
+    adapter: str
+    id: str | None = None
+    steps: int | None = None
+    evaluations: int | None = None
 
 
 class TrackedRuns:
-    """The file and its content; threads of several trackers may call it at once."""
+    """The file, and what was in it at first; threads of several trackers may add to it at once.
+
+    Each line is written once a tracker has taken what it says, so a run that is cut off sends again what a
+    tracker lacks, and nothing else.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._content = _Content()
-        if path.is_file():
-            with os_errors(f"{path}: cannot be read"):
-                text = path.read_bytes()
+        self._ids: dict[str, dict[str, str]] = {}
+        self._taken: dict[tuple[str, str, str], int] = {}
+        for number, text in enumerate(self._texts(), 1):
             try:
-                self._content = _Content.model_validate_json(text)
+                self._read(_Line.model_validate_json(text))
             except ValidationError as error:
                 raise RunError(
-                    f"{path}: {first_fault(error)}; remove the file to begin new tracking runs"
+                    f"{path}:{number}: {first_fault(error)}; remove the file to begin new tracking runs"
                 ) from error
 
-    def known(self, tracker: str, adapter: str) -> str | None:
-        """Returns the id of an adapter's tracking run, if it has one."""
-        return self._content.runs.get(tracker, {}).get(adapter)
+    def _texts(self) -> list[bytes]:
+        """Returns the lines, without an incomplete last one, which is cut off."""
+        if not self._path.is_file():
+            return []
+        with os_errors(f"{self._path}: cannot be read"), self._path.open("r+b") as file:
+            whole = file.read()
+            complete = whole[: whole.rfind(b"\n") + 1]
+            file.truncate(len(complete))
+        return complete.splitlines()
 
-    def begun(self, tracker: str, adapter: str, id: str) -> None:
-        """Notes the id of an adapter's tracking run."""
-        with self._lock:
-            if self.known(tracker, adapter) != id:
-                self._content.runs.setdefault(tracker, {})[adapter] = id
-                self._write()
+    def _read(self, line: _Line) -> None:
+        if line.id is not None:
+            self._ids.setdefault(line.tracker, {})[line.adapter] = line.id
+        for kind, step in (("steps", line.steps), ("evaluations", line.evaluations)):
+            if step is not None:
+                self._taken[line.tracker, line.adapter, kind] = step
 
-    def told(self, adapter: str, kind: str) -> int:
-        """Returns the last step of which values of a kind have been sent; -1 = none."""
-        return self._content.told.get(adapter, {}).get(kind, -1)
+    def ids(self, tracker: str) -> Mapping[str, str]:
+        """Returns the ids of a tracker's runs that an earlier part of the run has begun, by adapter."""
+        return self._ids.get(tracker, {})
 
-    def repeats(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Notes lines of ``metrics.jsonl`` that a resumed run will write again: they were sent."""
-        with self._lock:
-            for record in records:
-                own = self._content.told.setdefault(record["adapter"], {})
-                kind = kind_of(record)
-                own[kind] = max(own.get(kind, -1), record["step"])
-            self._write()
+    def taken(self, tracker: str, adapter: str, kind: Kind) -> int:
+        """Returns the last step that an earlier part of the run has sent; -1 = none."""
+        return self._taken.get((tracker, adapter, kind), -1)
 
-    def _write(self) -> None:
-        write_file(self._path, (json.dumps(self._content.model_dump(), indent=2) + "\n").encode())
+    def write(self, tracker: str, adapter: str, **more: Any) -> None:
+        """Adds a line: the ``id`` of a tracking run that has begun, or the step that one has taken."""
+        line = _Line(tracker=tracker, adapter=adapter, **more).model_dump_json(exclude_none=True)
+        with self._lock, self._path.open("ab", buffering=0) as file:
+            file.write(f"{line}\n".encode())
 
 
-def kind_of(record: Mapping[str, Any]) -> str:
-    """Returns what a line of ``metrics.jsonl`` has the values of: ``steps`` or ``evaluations``."""
+def kind_of(record: Mapping[str, Any]) -> Kind:
+    """Returns what a line of ``metrics.jsonl`` has the values of."""
     return "evaluations" if "eval_loss" in record else "steps"

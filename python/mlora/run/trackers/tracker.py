@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ class Tracker:
     """
 
     place: str
+
+    def go_on(self, known: Collection[str]) -> None:
+        """Tells the ids of the tracking runs that an earlier part of the run has begun."""
 
     def begin(self, adapter: str, known: str | None, config: Mapping[str, Any]) -> str:
         """Begins an adapter's tracking run, or goes on with the `known` one; returns its id."""

@@ -14,7 +14,7 @@ from mlora.errors import RunError, first_line
 from mlora.run.logs import logs_of
 from mlora.run.reporter import Reporter
 from mlora.run.trackers.background import PATIENCE, Background
-from mlora.run.trackers.tracked_runs import TrackedRuns, kind_of
+from mlora.run.trackers.tracked_runs import Kind, TrackedRuns, kind_of
 from mlora.run.trackers.tracker import TrackedGroup, Tracker
 from mlora.tasks.task import Task
 
@@ -32,7 +32,7 @@ def check_trackers(config: RunConfig) -> None:
     lacking = missing_packages(config.report_to)
     if lacking:
         packages = " ".join(lacking)
-        raise RunError(f"report_to: {', '.join(lacking)} is not installed: pip install {packages}")
+        raise RunError(f"report_to: {', '.join(lacking)} not installed: pip install {packages}")
 
 
 def open_trackers(config: RunConfig, folder: Path) -> dict[str, Tracker]:
@@ -49,8 +49,8 @@ def open_trackers(config: RunConfig, folder: Path) -> dict[str, Tracker]:
 
 
 def _opened(name: str, group: TrackedGroup) -> Tracker:
-    module = import_module(f"mlora.run.trackers.{name}")
     with _Refusals(name):
+        module = import_module(f"mlora.run.trackers.{name}")
         tracker: Tracker = getattr(module, _CLASSES[name])(group)
     return tracker
 
@@ -93,8 +93,9 @@ class Tracking(Reporter):
     ) -> None:
         self._config, self._runs, self._reporter = config, runs, reporter
         self._trackers = {name: Background(each, patience) for name, each in trackers.items()}
-        self._begun: dict[str, set[str]] = {}  # the trackers that go on with a known run, by adapter
+        self._begun: set[str] = set()  # adapters whose tracking runs have begun, and have not ended
         for name, each in trackers.items():
+            each.go_on(runs.ids(name).values())
             reporter.note(f"{name}: {each.place}")
 
     def step(self, task: Task, record: dict[str, Any]) -> None:
@@ -125,31 +126,36 @@ class Tracking(Reporter):
     def _begin(self, task: Task) -> None:
         if task.name in self._begun:
             return
+        self._begun.add(task.name)
         whole = self._config.model_dump(mode="json", exclude={"adapters", "datasets", "defaults", "sweep"})
-        config = whole | task.config.model_dump(mode="json")
-        self._begun[task.name] = set()
+        own = task.config.model_dump(mode="json")
+        config = whole | {key: value for key, value in own.items() if value is not None}
         for name, each in self._trackers.items():
-            known = self._runs.known(name, task.name)
-            if known:
-                self._begun[task.name].add(name)
-            each.tell(partial(self._begin_one, name, each.tracker, task.name, known, config))
+            each.tell(partial(self._begin_one, name, each.tracker, task.name, config))
 
-    def _begin_one(
-        self, name: str, tracker: Tracker, adapter: str, known: str | None, config: Mapping[str, Any]
-    ) -> None:
-        self._runs.begun(name, adapter, tracker.begin(adapter, known, config))
+    def _begin_one(self, name: str, tracker: Tracker, adapter: str, config: Mapping[str, Any]) -> None:
+        known = self._runs.ids(name).get(adapter)
+        id = tracker.begin(adapter, known, config)
+        if id != known:
+            self._runs.write(name, adapter, id=id)
 
     def _log(self, task: Task, record: dict[str, Any]) -> None:
         self._begin(task)
-        step, values = record["step"], logs_of(task, record)
-        repeated = step <= self._runs.told(task.name, kind_of(record))
+        step, kind, values = record["step"], kind_of(record), logs_of(task, record)
         for name, each in self._trackers.items():
-            if not (repeated and name in self._begun[task.name]):
-                each.tell(partial(each.tracker.log, task.name, values, step))
+            if step > self._runs.taken(name, task.name, kind):
+                each.tell(partial(self._log_one, name, each.tracker, task.name, values, step, kind))
         self._warn()
 
+    def _log_one(
+        self, name: str, tracker: Tracker, adapter: str, values: Mapping[str, float], step: int, kind: Kind
+    ) -> None:
+        tracker.log(adapter, values, step)
+        self._runs.write(name, adapter, **{kind: step})
+
     def _end(self, adapter: str, state: str) -> None:
-        if self._begun.pop(adapter, None) is not None:
+        if adapter in self._begun:
+            self._begun.remove(adapter)
             for each in self._trackers.values():
                 each.tell(partial(each.tracker.end, adapter, state))
 

@@ -19,9 +19,12 @@ class TrackioTracker(Tracker):
         self._group, self._project = group.name, group.project or "huggingface"
         self.place = f"project {self._project}, group {self._group}"
         self._runs: dict[str, trackio.Run] = {}
+        self._context = Context()
 
     def begin(self, adapter: str, known: str | None, config: Mapping[str, Any]) -> str:
-        run = Context().run(  # `init` ends the run that it finds in its context
+        # else `init` ends the run before
+        self._context.run(trackio.context_vars.current_run.set, None)
+        run = self._context.run(
             trackio.init,
             project=self._project,
             name=f"{self._group}/{adapter}",
@@ -29,6 +32,8 @@ class TrackioTracker(Tracker):
             config=dict(config),
             resume="allow" if known else "never",
             embed=False,
+            auto_log_cpu=False,  # every run would measure the same machine
+            auto_log_gpu=False,
         )
         self._runs[adapter] = run
         return str(run.id)
