@@ -1,4 +1,4 @@
-"""Create an environment with TRL and the quantisation libraries, which sees another environment's packages.
+"""Create an environment with TRL, the quantisation libraries and trackers, which sees another environment's packages.
 
 Usage: python3 .ci/make_peers_env.py .venv .venv-peers [--gptqmodel]
 
@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 REQUIREMENTS = ["trl>=1.0", "bitsandbytes==0.50.2", "torchao==0.18.0"]
+# mlflow-skinny keeps runs in folders, and in databases with the SQLAlchemy that Optuna brings
+REQUIREMENTS += ["tensorboard==2.21.0", "wandb==0.31.0", "mlflow-skinny==3.17.2", "trackio==0.43.0"]
 
 # gptqmodel works with our torch, but its metadata asks for a newer one
 GPTQMODEL = ["optimum==2.3.0", "requests", "threadpoolctl>=3.7"]

@@ -15,8 +15,8 @@ from mlora.cli.common import RunDir, begin, command, quantizes, reporter, run_he
 from mlora.cli.data import data
 from mlora.cli.generate import generate
 from mlora.cli.queue import CHANGES, change_tasks, status, submit
-from mlora.cli.schema import schema
 from mlora.cli.report import report
+from mlora.cli.schema import schema
 from mlora.cli.simulate import simulate
 from mlora.cli.tables import print_lines, print_rows
 from mlora.cluster.imports import end_imports_at_once

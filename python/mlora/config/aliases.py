@@ -56,6 +56,11 @@ NAMES = {
         "eval_steps": "eval_every eval_interval eval_freq eval_strategy evaluation_strategy",
         "logging_steps": "log_steps log_every log_interval logging_interval logging_strategy",
         "save_steps": "save_every save_interval checkpoint_every checkpoint_interval save_strategy",
+        "report_to": "tracker trackers logger loggers log_with use_wandb use_tensorboard",
+        "run_name": "wandb_name wandb_run_name mlflow_run_name swanlab_run_name",
+        "project": "wandb_project mlflow_experiment_name trackio_project project_name",
+        "logging_dir": "log_dir tensorboard_dir tensorboard_log_dir",
+        "callbacks": "callback trainer_callbacks",
         "assistant_only_loss": "train_on_completions_only",
         "gradient_checkpointing": "activation_checkpointing",
         "save_total_limit": "keep_last max_checkpoints",
@@ -77,6 +82,7 @@ NAMES = {
 """Names of a key in other tools, by the key's name here."""
 
 VALUES = {
+    "report_to": {"tb": "tensorboard", "wb": "wandb", "weights_and_biases": "wandb", "w&b": "wandb"},
     "optim": {"adamw": "adamw_torch", "adam": "adamw_torch", "adamw_hf": "adamw_torch"},
     "format": {
         **dict.fromkeys(("chat", "chatml", "openai"), "messages"),
@@ -121,8 +127,8 @@ UNSUPPORTED = {
         "include_for_metrics include_num_input_tokens_seen label_smoothing_factor",
         "length_column_name liger_kernel_config local_rank log_level log_level_replica log_on_each_node",
         "logging_first_step logging_nan_inf_filter neftune_noise_alpha optim_args optim_target_modules",
-        "parallelism_config prediction_loss_only project push_to_hub remove_unused_columns report_to",
-        "restore_callback_states_from_checkpoint resume_from_checkpoint run_name save_on_each_node",
+        "parallelism_config prediction_loss_only push_to_hub remove_unused_columns",
+        "restore_callback_states_from_checkpoint resume_from_checkpoint save_on_each_node",
         "save_only_model skip_memory_metrics tf32 torch_compile torch_compile_backend torch_compile_mode",
         "torch_empty_cache_steps trackio_bucket_id trackio_space_id trackio_static_space_id",
         "train_sampling_strategy use_cache use_cpu use_liger_kernel",

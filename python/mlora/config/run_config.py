@@ -40,6 +40,7 @@ from mlora.config.strict import (
     wrong_keys,
 )
 from mlora.config.sweep_config import SweepConfig
+from mlora.config.tracking import placed_callback, tracker_names
 from mlora.errors import unknown_value
 from mlora.objectives.options import BASE_ROWS, START, ObjectiveError
 from mlora.objectives.registry import (
@@ -233,6 +234,18 @@ class TrainingFields(Strict):
         description="Optimizer steps between checkpoints; below 1: a ratio of the adapter's total steps; "
         "null: none before the end.",
     )
+    callbacks: list[str | dict[str, Any]] | None = Field(
+        default=None,
+        description="Transformers' `TrainerCallback`s: `file.py:Class`, `module:Class`, or a mapping of "
+        "that as `name` and arguments.",
+    )
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def _placed_callbacks(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [placed_callback(one, (info.context or {}).get("folder", ".")) for one in value]
 
     @field_validator("warmup_steps", "eval_steps", "logging_steps", "save_steps")
     @classmethod
@@ -341,7 +354,8 @@ class RunConfig(Strict):
     multiplies by the frozen weights on a CPU. Without it, the run measures which one to take and names it in
     its resolved config, because rounding depends on it. ``pack_base`` also keeps these weights in oneDNN's
     own layouts and multiplies with them. That is faster and takes about three times the memory of the
-    weights. ``quantization`` quantises the base model's linear weights while they are read. A run with a
+    weights. ``report_to`` names trackers, to which ``run_name``, ``project`` and ``logging_dir`` belong.
+    ``quantization`` quantises the base model's linear weights while they are read. A run with a
     ``sweep`` lists no adapters: trials are added while it runs.
 
     Example:
@@ -365,6 +379,23 @@ class RunConfig(Strict):
         ge=0,
         lt=2**63,
         description="Seed from which the seed of each adapter is derived, with the adapter's name.",
+    )
+    report_to: list[str] = Field(
+        default_factory=list,
+        description="Trackers: `tensorboard`, `wandb`, `mlflow`, `trackio`, `all` that are installed, or `none`.",
+    )
+    run_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of the run's group in a tracker; null: the name of `output_dir`.",
+    )
+    project: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Project of wandb and Trackio, experiment of MLflow; null: the tracker's own setting.",
+    )
+    logging_dir: ResolvedPath | None = Field(
+        default=None, description="Folder of TensorBoard's files; null: `logs` in `output_dir`."
     )
     data_cache: ResolvedPath | None = Field(
         default=None, description="Folder of tokenised data; null: `mlora` below `HF_HOME`."
@@ -510,6 +541,11 @@ class RunConfig(Strict):
         if value is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", value):
             raise ValueError(f"must be cpu, cuda or cuda:<index>, got {value!r}")
         return value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _report_to(cls, value: Any) -> Any:
+        return tracker_names(value)
 
     @model_validator(mode="after")
     def _one_dtype(self) -> RunConfig:

@@ -29,6 +29,7 @@ _OF_ADAPTER = (
 OWN_FILES = re.compile(
     r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"
     r"|samples\.jsonl|\.?(environment\.json|report\.html)(\.tmp)?"
+    r"|tracking\.jsonl|logs(/[^/.]+(/events\.out\.tfevents\.[^/]+)?)?"
     r"|\.?sweep\.(csv|png)(\.tmp)?"
     rf"|\.?best(\.tmp)?(/{_OF_ADAPTER})?"
     r"|queue\.sqlite(-journal)?|states(/\.?[^/]+-\d{8}\.(pt(\.tmp)?|bin(\.new)?))?"
@@ -74,6 +75,8 @@ class RunFolder:
         self.trials = self.path / "sweep.csv"
         self.trials_plot = self.path / "sweep.png"
         self.best = self.path / "best"
+        self.logs = self.path / "logs"
+        self.tracking = self.path / "tracking.jsonl"
 
     def check_free(self, *, overwrite: bool, inputs: list[str]) -> None:
         """Checks that a new run may write here and no process is at work, changing nothing."""
@@ -143,9 +146,10 @@ class RunFolder:
             traces = (self.path / name for name in ("trace.json", "timeline.png", "times.json"))
             queue = (self.path / name for name in ("queue.sqlite-journal", "queue.sqlite"))
             reports = (self.samples, self.environment, self.report)
-            for file in (self.plot, self.summary, self.trials, self.trials_plot, *reports, *traces, *queue):
+            files = (self.plot, self.summary, self.tracking, self.trials, self.trials_plot)
+            for file in (*files, *reports, *traces, *queue):
                 file.unlink(missing_ok=True)
-            for folder in (self.checkpoints, self.adapters, self.states, self.best):
+            for folder in (self.checkpoints, self.adapters, self.states, self.best, self.logs):
                 if folder.exists():
                     shutil.rmtree(folder)
 

@@ -26,6 +26,7 @@ from mlora.files.state_files import StateFiles, best_file, files_named
 from mlora.objectives.custom import CustomLoss
 from mlora.optim.optimizer import OptimizerError
 from mlora.pipeline import PipelineError
+from mlora.run.callbacks import Callbacks
 from mlora.run.evaluation import Answers, answer_prompts, evaluate_losses
 from mlora.run.forecasts import forecast_lines
 from mlora.run.inputs import fingerprints
@@ -78,8 +79,11 @@ class TrainingLoop:
     iterations, never on timing.
     """
 
-    def __init__(self, prepared: Prepared, metrics: Metrics, writer: CheckpointWriter) -> None:
+    def __init__(
+        self, prepared: Prepared, metrics: Metrics, writer: CheckpointWriter, callbacks: Callbacks
+    ) -> None:
         self._run, self._metrics, self._writer = prepared, metrics, writer
+        self._callbacks, self._save_asked = callbacks, False
         self._table, self._decisions = prepared.table, prepared.decisions
         self._engine, self._folder, self._reporter = prepared.engine, self._table.folder, self._table.reporter
         self._began = time.monotonic() - prepared.seconds
@@ -95,6 +99,7 @@ class TrainingLoop:
         self._folder.tidy_adapters([task.name for task in self._table.tasks])
         try:
             self._begin(self._table.admitted())
+            self._rounds.regroup(self._table.members(), self._run.iteration)
             self._plan_activations()
             self._decide(self._run.iteration, stopping=False)
             self._iterate(caught)
@@ -133,8 +138,21 @@ class TrainingLoop:
 
     def _begin(self, tasks: Sequence[Task]) -> None:
         """Evaluates new tasks if they never were, and starts the clock of their next step."""
+        for task in tasks:
+            if task.progress.state == "running":
+                self._callbacks.begin(task)
+        tasks = self._without_failed(tasks)
         self._evaluate([task for task in tasks if not task.progress.evaluations])
+        self._without_failed(tasks)
         self._last_step |= dict.fromkeys((task.name for task in tasks), time.monotonic())
+
+    def _without_failed(self, tasks: Sequence[Task]) -> list[Task]:
+        """Stops running tasks whose callbacks have failed; returns the others."""
+        for task in tasks:
+            failure = self._callbacks.failure(task)
+            if failure and task.progress.state == "running":
+                self._end(task, "stopped", failure)
+        return [task for task in tasks if task.progress.state == "running"]
 
     def finish(self, caught: int | None) -> RunResult:
         """Writes the final files of a run, or of a part of it that a signal ended; returns the result."""
@@ -186,8 +204,11 @@ class TrainingLoop:
 
     def _go_on(self, iteration: int, *, stopping: bool) -> bool:
         """Does what is due at an iteration boundary and returns whether the run goes on."""
-        save = self._rounds.save_due(iteration) or self._decisions.trial_ended()
+        save = self._rounds.save_due(iteration) or self._decisions.trial_ended() or self._save_asked
+        self._save_asked = False
         self._settle(self._table.admitted())
+        if save:
+            self._tell_saved(iteration)
         iteration = self._decide(iteration, stopping=stopping)
         going_on = bool(self._table.members()) and not stopping
         if going_on:
@@ -196,6 +217,13 @@ class TrainingLoop:
             self._checkpoint()
         self._rounds.settled(iteration)
         return going_on
+
+    def _tell_saved(self, iteration: int) -> None:
+        """Tells callbacks of a checkpoint before it is written, so that it holds what they make of it."""
+        running = [task for task in self._table.admitted() if task.progress.state == "running"]
+        self._callbacks.saved(running)
+        if len(self._without_failed(running)) < len(running):
+            self._rounds.regroup(self._table.members(), iteration)
 
     def _decide(self, iteration: int, *, stopping: bool) -> int:
         """Makes the decisions that are due at a boundary and returns the iteration after them.
@@ -220,21 +248,33 @@ class TrainingLoop:
             for task in running
         }
         ends = [task.name for task in running if task.plan.ends_step(task.progress.batches)]
+        self._callbacks.batch_begins(running)
         return self._engine.start(batches, ends=ends, measure=self._table.worth_measuring(running))
 
     def _finish(self, group: Group, future: BatchFuture) -> None:
         results = self._engine.finish(future, raises=False)
         self._table.passed(future.measured)
-        stepped = [task for task in group.batched if self._take(task, results[task.name])]
-        self._settle([t for t in stepped if t.progress.step >= t.total_steps or self._evaluation_due(t)])
-        stepped = [task for task in stepped if task.progress.state == "running"]
-        self._evaluate([task for task in stepped if self._evaluation_due(task)])
-        for task in stepped:
-            if task.progress.state == "running" and task.progress.step >= task.total_steps:
+        stepped = self._without_failed(
+            [task for task in group.batched if self._take(task, results[task.name])]
+        )
+        due = {t.name for t in stepped if self._callbacks.evaluates(t, due=self._evaluation_due(t))}
+        self._settle([task for task in stepped if task.name in due or self._ends(task)])
+        self._evaluate([t for t in stepped if t.name in due and t.progress.state == "running"])
+        for task in self._without_failed(stepped):
+            if task.progress.step >= task.total_steps:
                 self._end(task, "finished", "")
+            elif who := self._callbacks.stopped_by(task):
+                self._end(task, "finished", f"stopped by {who}")
+            elif self._callbacks.saves(task):
+                self._save_asked = self._rounds.wanted = True
+        self._without_failed(group.batched)
         self._rounds.ended(group)
         self._run.iteration = max(self._run.iteration, group.iteration)
         self._decisions.show()
+
+    def _ends(self, task: Task) -> bool:
+        """Whether a task that has made a step ends with it."""
+        return task.progress.step >= task.total_steps or bool(self._callbacks.stopped_by(task))
 
     def _take(self, task: Task, result: BatchResult) -> bool:
         """Counts a micro-batch and steps after an accumulation's last one; returns whether it did."""
@@ -252,10 +292,13 @@ class TrainingLoop:
         if complete and not progress.open_units:
             self._stop(task, "", f"the objective's units of step {progress.step + 1} sum to 0")
             return False
+        if not complete:
+            self._callbacks.event(task, "on_substep_end")
         return complete and self._step(task)
 
     def _step(self, task: Task) -> bool:
         progress = task.progress
+        self._callbacks.event(task, "on_pre_optimizer_step")
         try:
             result = self._engine.optim_step(task.name)
         except OptimizerError as error:
@@ -264,6 +307,7 @@ class TrainingLoop:
         if not result.finite and not result.skipped:
             self._stop(task, f"gradient of step {progress.step + 1}")
             return False
+        self._callbacks.event(task, "on_optimizer_step")
         now = time.monotonic()
         seconds, self._last_step[task.name] = now - self._last_step[task.name], now
         progress.step += 1
@@ -289,7 +333,21 @@ class TrainingLoop:
         progress.open_metrics, progress.open_counts = {}, {}
         self._metrics.write(**record)
         self._reporter.step(task, record)
+        if self._logs(task, record):
+            self._reporter.logged(task, record)
         return True
+
+    def _logs(self, task: Task, record: dict[str, Any]) -> bool:
+        """Tells callbacks of a step, and of all that is due after it; returns whether the step is logged."""
+        step, last = task.progress.step, task.progress.step >= task.total_steps
+        logging, saving = task.every(task.config.logging_steps), task.every(task.config.save_steps)
+        return self._callbacks.step_ends(
+            task,
+            record,
+            log=last or bool(logging and step % logging == 0),
+            evaluate=self._evaluation_due(task),
+            save=last or bool(saving and step % saving == 0),
+        )
 
     def _settle(self, tasks: Sequence[Task]) -> None:
         """Lets the stages make the steps that were decided, and ends tasks whose optimizers fail."""
@@ -415,6 +473,7 @@ class TrainingLoop:
 
     def _checkpoint(self) -> None:
         """Starts a checkpoint. Adapters that it calls finished are already durable on disk."""
+        self._callbacks.keep(self._table.alive())
         payload = {
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,

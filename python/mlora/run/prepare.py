@@ -31,12 +31,14 @@ from mlora.offload.base_bytes import BaseBytes
 from mlora.optim.registry import optimizer_kind
 from mlora.planning.task_memory import LIMIT, memory_need
 from mlora.queue.submission import submitted
+from mlora.run.callback_factory import check_callbacks
 from mlora.run.decisions import Decisions
 from mlora.run.inputs import check_inputs, check_sweep, inputs_of_sweep
 from mlora.run.preflight import check_blocks, check_folders
 from mlora.run.reporter import Reporter
 from mlora.run.stages import Member, loading_fault, stage_0
 from mlora.run.task_table import TaskTable
+from mlora.run.trackers.tracking import check_trackers
 from mlora.run.trial_losses import faults_of_own_losses
 from mlora.scheduler import token_balanced
 from mlora.tasks.groups import held_batches, most_under_way, slot_count
@@ -148,6 +150,8 @@ def _check_config(config: RunConfig, device: str) -> None:
         raise RunError(f"{path_of(key)}: {reason}")
     _check_optimizers(config, device)
     check_folders(config)
+    check_trackers(config)
+    check_callbacks(config)
 
 
 def _check_base(config: RunConfig, base: BaseInfo) -> None:

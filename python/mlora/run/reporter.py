@@ -20,6 +20,9 @@ class Reporter:
     def step(self, task: Task, record: dict[str, Any]) -> None:
         """A task made an optimizer step; ``record`` is its line of ``metrics.jsonl``."""
 
+    def logged(self, task: Task, record: dict[str, Any]) -> None:
+        """The step just told is one to log: every ``logging_steps``, the last, or as a callback asked."""
+
     def evaluation(self, task: Task, record: dict[str, Any]) -> None:
         """A task was evaluated; ``record`` is its line of ``metrics.jsonl``."""
 

@@ -17,13 +17,18 @@ from mlora.files.run_folder import Metrics, RunFolder, read_metrics
 from mlora.files.samples import cut_samples
 from mlora.files.state_files import lost_file
 from mlora.queue.task_queue import TaskQueue, has_news
+from mlora.run.callbacks import Callbacks
 from mlora.run.decisions import journaled
 from mlora.run.environment import note_start
 from mlora.run.loop import TrainingLoop, catch_signals
 from mlora.run.prepare import Prepared, prepare
 from mlora.run.reporter import Reporter, some
+from mlora.run.reporters import Reporters
 from mlora.run.resumed_config import changed_key, resumed_config
 from mlora.run.stages import Member, check_replicas
+from mlora.run.trackers.tracked_runs import TrackedRuns
+from mlora.run.trackers.tracker import Tracker
+from mlora.run.trackers.tracking import Tracking, open_trackers
 from mlora.simulate.trace_file import SPANS, TraceFiles
 from mlora.sweep.outcome import write_outcome
 from mlora.sweep.proposal import trials_begun
@@ -37,6 +42,7 @@ def train(
     reporter: Reporter | None = None,
     member: Member | None = None,
     trace: bool = False,
+    callbacks: Sequence[Any] = (),
 ) -> RunResult:
     """Trains every adapter of a config together.
 
@@ -50,6 +56,8 @@ def train(
         member: this process's part in a pipeline over processes; this process must be stage 0.
         trace: write what each stage did and when: ``trace.json`` for Perfetto, ``timeline.png``, and
             ``times.json``, which ``mlora simulate --times`` reads.
+        callbacks: Transformers' ``TrainerCallback``s, which run for each adapter: classes, functions of an
+            adapter's name that return a callback, several or None, or instances, which are copied.
 
     Returns:
         The result of each adapter.
@@ -57,7 +65,7 @@ def train(
     Raises:
         RunError: the config, the base model or the output folder is wrong, every adapter was refused, memory
             ran out, or a file cannot be written.
-        TypeError: ``config`` is neither a `RunConfig` nor a path.
+        TypeError: ``config`` is neither a `RunConfig` nor a path, or `callbacks` holds no callback.
 
     Example:
         >>> result = train("run.yaml")
@@ -69,8 +77,12 @@ def train(
     reporter = reporter or Reporter()
     folder = RunFolder(config.output_dir)
     folder.check_free(overwrite=overwrite, inputs=config.inputs)
+    own = Callbacks(config, callbacks, reporter)
+    for adapter in config.adapters:
+        own.make(adapter.name, adapter.callbacks)
     prepared = _measured(prepare(config, reporter, member=member, trace=SPANS if trace else 0))
     with prepared.engine, folder.take() as metrics:
+        trackers = open_trackers(prepared.config, folder.logs)
         # another run may have begun and ended while this one was loaded
         folder.check_contents(overwrite=overwrite, inputs=config.inputs)
         folder.clear()
@@ -78,7 +90,7 @@ def train(
         folder.write_config(prepared.config)
         with TaskQueue(folder.queue) as queue:
             prepared.decisions.begin(queue, prepared.iteration)
-            return _run(prepared, metrics, member, trace=trace)
+            return _run(prepared, metrics, member, own, trackers, trace=trace)
 
 
 def _read(config: RunConfig | Path | str) -> RunConfig:
@@ -108,6 +120,7 @@ def resume(
     reporter: Reporter | None = None,
     member: Member | None = None,
     settings: Sequence[str] = (),
+    callbacks: Sequence[Any] = (),
 ) -> RunResult:
     """Continues a run from its last checkpoint.
 
@@ -119,6 +132,7 @@ def resume(
         member: as for :func:`train`.
         settings: overrides of the run's config, such as ``scheduler.memory_limit=8GiB``. Its ``config.yaml``
             keeps them.
+        callbacks: as for :func:`train`; they go on with the states that checkpoints hold.
 
     Returns:
         The result of each adapter.
@@ -126,6 +140,7 @@ def resume(
     Raises:
         RunError: the folder holds no run, another process is working on the run, its data changed, a key of
             `settings` may not change, or for a reason given at :func:`train`.
+        TypeError: `callbacks` holds no callback.
     """
     reporter = reporter or Reporter()
     folder = RunFolder(Path(run_dir).resolve())
@@ -135,7 +150,8 @@ def resume(
         with folder.take() as metrics:
             done = finished_result(folder, config)  # another process may have finished it meanwhile
             if done is None:
-                return _go_on(folder, resumed_config(folder, settings), metrics, reporter, member)
+                own = Callbacks(config := resumed_config(folder, settings), callbacks, reporter)
+                return _go_on(folder, config, metrics, reporter, member, own)
     paused = [name for name, adapter in done.adapters.items() if adapter.state == "paused"]
     if settings:
         if paused:
@@ -160,7 +176,12 @@ def resume(
 
 
 def _go_on(
-    folder: RunFolder, config: RunConfig, metrics: Metrics, reporter: Reporter, member: Member | None
+    folder: RunFolder,
+    config: RunConfig,
+    metrics: Metrics,
+    reporter: Reporter,
+    member: Member | None,
+    callbacks: Callbacks,
 ) -> RunResult:
     """Continues a run that has something left to do."""
     checkpoint = load_checkpoint(folder.checkpoints, reporter.warn, partial(lost_file, folder.states))
@@ -181,12 +202,13 @@ def _go_on(
             known = known if first else None
             prepared = prepare(config, reporter, member=member, entry=first)
         with _measured(prepared).engine:
+            trackers = open_trackers(prepared.config, folder.logs)
             if prepared.config != folder.read_config():
                 folder.write_config(prepared.config)
             metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
             cut_samples(folder.samples, checkpoint.get("samples_bytes", 0) if checkpoint else 0)
             prepared.decisions.begin(queue, prepared.iteration, known)
-            return _run(prepared, metrics, member)
+            return _run(prepared, metrics, member, callbacks, trackers)
 
 
 def _came(
@@ -240,13 +262,27 @@ def _more_trials(folder: RunFolder, config: RunConfig) -> bool:
         return sum(1 for _ in trials_begun(queue)) < sweep.count
 
 
-def _run(prepared: Prepared, metrics: Metrics, member: Member | None, *, trace: bool = False) -> RunResult:
-    folder, reporter, engine = prepared.table.folder, prepared.table.reporter, prepared.engine
+def _run(
+    prepared: Prepared,
+    metrics: Metrics,
+    member: Member | None,
+    callbacks: Callbacks,
+    trackers: Mapping[str, Tracker],
+    *,
+    trace: bool = False,
+) -> RunResult:
+    folder, lines, engine = prepared.table.folder, prepared.table.reporter, prepared.engine
+    for task in prepared.table.alive():
+        callbacks.make(task.name, task.config.callbacks)
+    told: list[Reporter] = [callbacks]
+    if trackers:
+        told.append(Tracking(prepared.config, trackers, TrackedRuns(folder.tracking), lines))
+    reporter = prepared.table.reporter = Reporters(lines, *told)
     note_start(folder, engine.device, prepared.iteration, prepared.table.warnings)
     writer = CheckpointWriter(folder.checkpoints, prepared.config.save_total_limit, metrics.sync)
-    loop = TrainingLoop(prepared, metrics, writer)
+    loop = TrainingLoop(prepared, metrics, writer, callbacks)
     if member:
-        member.put_right = reporter.close
+        member.put_right = lines.close
     reporter.start(prepared.table.tasks)
     if not engine.alone:
         times = f"{engine.replicas} pipelines of " if engine.replicas > 1 else ""

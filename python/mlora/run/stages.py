@@ -41,6 +41,8 @@ LOCAL: Any = {
     "base_model": True,
     "output_dir": True,
     "device": True,
+    "report_to": True,
+    "logging_dir": True,
     "datasets": {"__all__": {"path"}},
     "adapters": {"__all__": {"init_from"}},
     "offload": {"folders"},

@@ -67,6 +67,7 @@ class Progress:
         best: the best value of the adapter's ``metric_for_best_model`` after a step.
         best_step: the step after which it was measured.
         worse: evaluations in a row that did not improve on it.
+        callbacks: what its callbacks go on with, see `mlora.run.callbacks`; empty if it has none.
     """
 
     state: State = "running"
@@ -86,6 +87,7 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     worse: int = 0
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -24,7 +24,7 @@ def test_defaults_are_those_of_training_arguments() -> None:
     # ours where Transformers leaves the choice to the run, or has no such setting
     own = {"seed", "eval_dataset", "eval_exact_match", "max_length", "assistant_only_loss", "shuffle"}
     own |= {"objective", "early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end"}
-    own |= {"init_samples", "loraplus_lr_ratio", "loraplus_lr_embedding"}
+    own |= {"init_samples", "loraplus_lr_ratio", "loraplus_lr_embedding", "callbacks"}
     for name, field in TrainingFields.model_fields.items():
         if name not in own:
             default = theirs[name]

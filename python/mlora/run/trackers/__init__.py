@@ -1,0 +1,1 @@
+"""Trackers: a run's values in TensorBoard, Weights & Biases, MLflow and Trackio."""

@@ -1,0 +1,168 @@
+"""Tells trackers what adapters do: their steps, evaluations and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mlora.config.run_config import RunConfig
+from mlora.config.tracking import missing_packages
+from mlora.errors import RunError, first_line
+from mlora.run.logs import logs_of
+from mlora.run.reporter import Reporter
+from mlora.run.trackers.background import PATIENCE, Background
+from mlora.run.trackers.tracked_runs import Kind, TrackedRuns, kind_of
+from mlora.run.trackers.tracker import TrackedGroup, Tracker
+from mlora.tasks.task import Task
+
+_CLASSES = {
+    "tensorboard": "TensorBoardTracker",
+    "wandb": "WandbTracker",
+    "mlflow": "MlflowTracker",
+    "trackio": "TrackioTracker",
+}
+"""The class of each tracker, in the file of its name in this folder."""
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raises RunError if the package of a tracker is not installed."""
+    lacking = missing_packages(config.report_to)
+    if lacking:
+        packages = " ".join(lacking)
+        raise RunError(f"report_to: {', '.join(lacking)} not installed: pip install {packages}")
+
+
+def open_trackers(config: RunConfig, folder: Path) -> dict[str, Tracker]:
+    """Returns the trackers of a run by name. Raises RunError if one cannot be reached.
+
+    `folder` is that of TensorBoard's files where the config names none.
+    """
+    group = TrackedGroup(
+        config.run_name or Path(config.output_dir).name,
+        config.project,
+        Path(config.logging_dir or folder),
+    )
+    return {name: _opened(name, group) for name in config.report_to}
+
+
+def _opened(name: str, group: TrackedGroup) -> Tracker:
+    with _Refusals(name):
+        module = import_module(f"mlora.run.trackers.{name}")
+        tracker: Tracker = getattr(module, _CLASSES[name])(group)
+    return tracker
+
+
+class _Refusals:
+    """Raises whatever a tracker raises before training as a RunError; libraries may raise anything."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            raise RunError(
+                f"report_to: {self._name}: {first_line(error)}; put that right, or go without by "
+                "--set report_to=none"
+            ) from error
+
+
+class Tracking(Reporter):
+    """Sends the values of each adapter to trackers, every ``logging_steps`` and after its last step.
+
+    A tracker that fails costs one warning; training goes on without it.
+
+    Args:
+        runs: which tracking runs an earlier part of this run has begun.
+        reporter: is told of trackers that fail.
+        patience: seconds that the end of the run waits for each tracker.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trackers: Mapping[str, Tracker],
+        runs: TrackedRuns,
+        reporter: Reporter,
+        patience: float = PATIENCE,
+    ) -> None:
+        self._config, self._runs, self._reporter = config, runs, reporter
+        self._trackers = {name: Background(each, patience) for name, each in trackers.items()}
+        self._begun: set[str] = set()  # adapters whose tracking runs have begun, and have not ended
+        for name, each in trackers.items():
+            each.go_on(runs.ids(name).values())
+            reporter.note(f"{name}: {each.place}")
+
+    def step(self, task: Task, record: dict[str, Any]) -> None:
+        self._begin(task)
+        self._warn()
+
+    def logged(self, task: Task, record: dict[str, Any]) -> None:
+        self._log(task, record)
+
+    def evaluation(self, task: Task, record: dict[str, Any]) -> None:
+        self._log(task, record)
+
+    def changed(self, task: Task) -> None:
+        if not task.alive:
+            self._end(task.name, task.progress.state)
+        self._warn()
+
+    def close(self) -> None:
+        """Ends the tracking runs of adapters that have not ended, and waits until all values are sent."""
+        for adapter in list(self._begun):
+            self._end(adapter, "interrupted")
+        for each in self._trackers.values():
+            each.tell(each.tracker.close)
+        for each in self._trackers.values():
+            each.close()
+        self._warn()
+
+    def _begin(self, task: Task) -> None:
+        if task.name in self._begun:
+            return
+        self._begun.add(task.name)
+        whole = self._config.model_dump(mode="json", exclude={"adapters", "datasets", "defaults", "sweep"})
+        own = task.config.model_dump(mode="json")
+        config = whole | {key: value for key, value in own.items() if value is not None}
+        for name, each in self._trackers.items():
+            each.tell(partial(self._begin_one, name, each.tracker, task.name, config))
+
+    def _begin_one(self, name: str, tracker: Tracker, adapter: str, config: Mapping[str, Any]) -> None:
+        known = self._runs.ids(name).get(adapter)
+        id = tracker.begin(adapter, known, config)
+        if id != known:
+            self._runs.write(name, adapter, id=id)
+
+    def _log(self, task: Task, record: dict[str, Any]) -> None:
+        self._begin(task)
+        step, kind, values = record["step"], kind_of(record), logs_of(task, record)
+        for name, each in self._trackers.items():
+            if step > self._runs.taken(name, task.name, kind):
+                each.tell(partial(self._log_one, name, each.tracker, task.name, values, step, kind))
+        self._warn()
+
+    def _log_one(
+        self, name: str, tracker: Tracker, adapter: str, values: Mapping[str, float], step: int, kind: Kind
+    ) -> None:
+        tracker.log(adapter, values, step)
+        self._runs.write(name, adapter, **{kind: step})
+
+    def _end(self, adapter: str, state: str) -> None:
+        if adapter in self._begun:
+            self._begun.remove(adapter)
+            for each in self._trackers.values():
+                each.tell(partial(each.tracker.end, adapter, state))
+
+    def _warn(self) -> None:
+        """Warns of trackers that have failed, and leaves them out."""
+        for name, each in list(self._trackers.items()):
+            if each.fault:
+                del self._trackers[name]
+                each.stop()
+                self._reporter.warn(f"report_to: {name}: {each.fault}; training goes on without it")
