@@ -13,6 +13,7 @@ import typer
 
 from mlora.cli.common import RunDir, begin, command, quantizes, reporter, run_here, start_stages
 from mlora.cli.generate import generate
+from mlora.cli.handoff import evaluate, export, merge
 from mlora.cli.queue import CHANGES, change_tasks, status, submit
 from mlora.cli.simulate import simulate
 from mlora.cli.tables import print_lines, print_rows
@@ -189,6 +190,9 @@ for name, what in CHANGES.items():
 
 
 app.command()(generate)
+app.command()(evaluate)
+app.command()(export)
+app.command()(merge)
 app.add_typer(simulate, name="simulate")
 
 
