@@ -14,7 +14,7 @@ import typer
 from mlora.cli.common import RunDir, begin, command, quantizes, reporter, run_here, start_stages
 from mlora.cli.generate import generate
 from mlora.cli.handoff import evaluate, export, merge
-from mlora.cli.queue import CHANGES, change_tasks, status, submit
+from mlora.cli.queue import CHANGES, change_tasks, status, stop, submit
 from mlora.cli.simulate import simulate
 from mlora.cli.tables import print_lines, print_rows
 from mlora.cluster.imports import end_imports_at_once
@@ -187,6 +187,7 @@ app.command()(status)
 app.command()(submit)
 for name, what in CHANGES.items():
     app.command(name, help=what)(change_tasks)
+app.command()(stop)
 
 
 app.command()(generate)

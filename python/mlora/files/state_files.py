@@ -20,17 +20,18 @@ def best_file(name: str, step: int) -> str:
 
 def files_named(checkpoint: Mapping[str, Any]) -> frozenset[str]:
     """Returns the names of the state files that a checkpoint needs."""
+    kept = checkpoint["decisions"]["kept"]
     best = {
         best_file(name, task["best_step"])
         for name, task in checkpoint["tasks"].items()
-        if task["best_step"] is not None and task["state"] in ALIVE
+        if task["best_step"] is not None and (task["state"] in ALIVE or name in kept)
     }
     full = {
         full_file(name, task["step"])
         for name, task in checkpoint["tasks"].items()
         if checkpoint["config"].get("method") == "full" and task["state"] in ALIVE
     }
-    return frozenset(checkpoint["decisions"]["kept"].values()) | best | full
+    return frozenset(kept.values()) | best | full
 
 
 def lost_file(folder: Path, checkpoint: Mapping[str, Any]) -> str | None:

@@ -64,7 +64,9 @@ class Decisions:
             "memory": self._memory.state() if self._memory else None,
             "due": self._asked or self._stale(),
             "slots": slot_count(self._config),
-            "kept": {task.name: state_file(task) for task in self._table.aside()},
+            "kept": {
+                task.name: state_file(task) for task in [*self._table.aside(), *self._table.extendable()]
+            },
             "sweep": self._sweep.state() if self._sweep else None,
         }
 
@@ -271,7 +273,7 @@ def journal_key(config: RunConfig) -> str:
 
     Journaled decisions are repeated only if it is the same.
     """
-    adapters = [(adapter.name, adapter.priority) for adapter in config.adapters]
+    adapters = [(adapter.name, adapter.priority, adapter.max_steps) for adapter in config.adapters]
     sweep = config.sweep.model_dump(exclude={"places", "trials"}) if config.sweep else None
     facts = [
         FORMAT,

@@ -12,12 +12,10 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any, Literal
 
-from safetensors import SafetensorError
-
 from mlora.config.sweep_config import is_trial
 from mlora.engine.adapter_state import BatchResult, added, means
 from mlora.engine.batcher import BatchFuture
-from mlora.errors import RunError, file_line, first_line
+from mlora.errors import RunError, file_line
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
@@ -30,7 +28,7 @@ from mlora.run.forecasts import forecast_lines
 from mlora.run.inputs import fingerprints
 from mlora.run.prepare import Prepared
 from mlora.run.stages import less_memory
-from mlora.run.task_states import compare, never_best, read_best, write_best
+from mlora.run.task_states import compare, keep_for_longer, never_best, save_result, write_best
 from mlora.run.trial_losses import not_measured
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
@@ -390,20 +388,27 @@ class TrainingLoop:
 
     def _end(self, task: Task, state: Literal["finished", "stopped"], message: str) -> None:
         """Ends a task and saves its adapter; that of a failed task only if it keeps its best weights."""
-        failed, folder = state == "stopped", self._folder.adapters / task.name
+        failed = state == "stopped"
         if failed and task.kept_step is not None:
             message += f"; saved as it was at step {task.kept_step}, the best"
         if not failed or task.kept_step is not None:
-            try:
-                weights = read_best(task, self._folder.states, in_doubt=failed)
-                self._engine.save(task.name, folder, weights)
-            except (OSError, SafetensorError) as error:
-                reason = getattr(error, "strerror", None) or first_line(error)
-                raise RunError(f"{folder}: cannot be saved: {reason}") from error
-        self._engine.remove_adapter(task.name)
+            save_result(self._engine, task, self._folder, in_doubt=failed)
         task.progress.state, task.progress.message = state, message
+        if task in self._table.extendable() and self._run.config.method == "lora":
+            keep_for_longer(self._engine, task, self._folder.states)
+        self._engine.remove_adapter(task.name)
         self._reporter.changed(task)
         self._write_summary("running")
+
+    def _data(self) -> dict[str, list[str]]:
+        """Returns the digests of the data of tasks that go on, or that a larger ``max_steps`` continues."""
+        found = {task.name: fingerprints(task) for task in self._table.alive()}
+        for task in self._table.extendable():
+            if task.data.samples:
+                found[task.name] = fingerprints(task)
+            elif task.name in self._run.data:  # it had ended before this process began
+                found[task.name] = self._run.data[task.name]
+        return found
 
     def _checkpoint(self) -> None:
         """Starts a checkpoint. Adapters that it calls finished are already durable on disk."""
@@ -414,7 +419,7 @@ class TrainingLoop:
             "config": self._run.config.model_dump(),
             "decisions": self._decisions.state(self._run.iteration),
             "refused": self._table.refused,
-            "data": {task.name: fingerprints(task) for task in self._table.alive()},
+            "data": self._data(),
             "sweep_inputs": dict(self._run.sweep_inputs),
             "total_steps": {task.name: task.total_steps for task in self._table.tasks},
             "tasks": {task.name: asdict(task.progress) for task in self._table.tasks},

@@ -33,6 +33,7 @@ from mlora.planning.task_memory import LIMIT, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
 from mlora.run.inputs import check_inputs, check_sweep, inputs_of_sweep
+from mlora.run.longer import continue_longer
 from mlora.run.preflight import check_blocks, check_folders
 from mlora.run.reporter import Reporter
 from mlora.run.stages import Member, loading_fault, stage_0
@@ -60,6 +61,7 @@ class Prepared:
         loaded: bytes that this process used before any adapter, after a small micro-batch; 0 = not measured.
         placed: where the bytes of the base model are, for each stage; empty = not measured.
         sweep_inputs: what `inputs_of_sweep` returned.
+        data: the digests of tasks' data in the checkpoint that the run goes on from.
     """
 
     config: RunConfig
@@ -72,6 +74,7 @@ class Prepared:
     loaded: int = 0
     placed: Sequence[BaseBytes] = ()
     sweep_inputs: Mapping[str, list[str]] = field(default_factory=dict)
+    data: Mapping[str, list[str]] = field(default_factory=dict)
 
 
 def prepare(
@@ -100,6 +103,8 @@ def prepare(
     if checkpoint:
         check_sweep(sweep_inputs, checkpoint)
     builder = TaskBuilder(config, base)
+    if checkpoint:
+        continue_longer(config, checkpoint, reporter)
     tasks, refused, faults = _tasks(config, builder, checkpoint, came or {})
     if not checkpoint:
         faults |= faults_of_own_losses(tasks, torch.device(device), warn=reporter.warn)
@@ -139,7 +144,9 @@ def prepare(
             raise RunError(_NOTHING)
         unless_prepared.pop_all()
     iteration, seconds = (checkpoint["iteration"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
-    return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded, placed, sweep_inputs)
+    data = checkpoint["data"] if checkpoint else {}
+    facts = (iteration, seconds, loaded, placed, sweep_inputs, data)
+    return Prepared(config, base, engine, table, decisions, *facts)
 
 
 def _check_config(config: RunConfig, device: str) -> None:

@@ -17,6 +17,7 @@ from mlora.files.run_folder import Metrics, RunFolder, read_metrics
 from mlora.files.state_files import lost_file
 from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.run.decisions import journaled
+from mlora.run.longer import raised_in
 from mlora.run.loop import TrainingLoop, catch_signals
 from mlora.run.prepare import Prepared, prepare
 from mlora.run.reporter import Reporter, some
@@ -222,7 +223,7 @@ def finished_result(folder: RunFolder, config: RunConfig) -> RunResult | None:
     summary = folder.read_summary()
     if summary is None or summary["status"] not in ("finished", "failed", "paused"):
         return None
-    if has_news(folder.queue) or _more_trials(folder, config):
+    if has_news(folder.queue) or _more_trials(folder, config) or raised_in(config, summary):
         return None
     adapters = {name: AdapterResult(**entry) for name, entry in summary["adapters"].items()}
     return RunResult(summary["status"], folder.path, summary["seconds"], adapters)

@@ -78,9 +78,7 @@ def open_run(run_dir: Path | str) -> tuple[RunFolder, RunConfig, dict[str, RunAd
             }
             came |= trials_begun(queue)
         found |= {
-            name: RunAdapter(*submitted(name, content))
-            for name, content in came.items()
-            if name not in found
+            name: RunAdapter(*submitted(name, content)) for name, content in came.items() if name not in found
         }
     return folder, config, found
 

@@ -187,7 +187,11 @@ def _data(config: RunConfig, adapter: RunAdapter, choice: DataChoice) -> Dataset
         if not path.is_file():
             raise RunError(f"--data: there is no file {path}")
         try:
-            fields = {"name": path.name, "path": str(path), "format": choice.format or known[own.dataset].format}
+            fields = {
+                "name": path.name,
+                "path": str(path),
+                "format": choice.format or known[own.dataset].format,
+            }
             return DatasetConfig.model_validate(fields)
         except ValidationError as error:
             raise RunError(f"--data: {first_fault(error)}") from error
@@ -238,7 +242,9 @@ def _of_base(tasks: Sequence[Task]) -> list[Task]:
     found: dict[int, Task] = {}
     for task in tasks:
         if type(task.objective) is CrossEntropy:
-            found.setdefault(id(task.eval_data), replace(task, config=task.config.model_copy(update={"name": BASE})))
+            found.setdefault(
+                id(task.eval_data), replace(task, config=task.config.model_copy(update={"name": BASE}))
+            )
     return list(found.values())
 
 
@@ -253,7 +259,9 @@ def _results(
     prompted = [task for task in tasks if choice.exact_match and _has_prompts(task.eval_data)]
     exact: Mapping[str, float] = {}
     if prompted:
-        exact = exact_matches(engine, prompted, BaseInfo(config.base_model, config.base_folder).tokenizer(), _always)
+        exact = exact_matches(
+            engine, prompted, BaseInfo(config.base_model, config.base_folder).tokenizer(), _always
+        )
     results = []
     for task in tasks:
         assert task.eval_data is not None

@@ -73,9 +73,7 @@ def export_adapter(
     return Exported(found, target, served)
 
 
-def _for_servers(
-    config: RunConfig, name: str, scratch: Path, target: Path, *, portable: bool
-) -> list[str]:
+def _for_servers(config: RunConfig, name: str, scratch: Path, target: Path, *, portable: bool) -> list[str]:
     """Makes a folder portable, if asked to, and returns how servers take it."""
     try:
         model = empty_model(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +186,8 @@ def _check_bias(name: str, model: nn.Module, lora: LoraConfig) -> None:
 
 def _untie(model: PreTrainedModel, lora: LoraConfig) -> None:
     """Gives the output head a weight of its own, if the adapter trains a copy of it or of the embedding."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    embedding: Any = model.get_input_embeddings()
     if lora.ensure_weight_tying or head is None or head.weight is not embedding.weight:
         return
     names = {key for key, module in model.named_modules() if module is head or module is embedding}
@@ -199,8 +201,10 @@ def _untie(model: PreTrainedModel, lora: LoraConfig) -> None:
 def _merge(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     from peft import PeftModel
 
-    tuned = PeftModel.from_pretrained(model, str(folder))
-    merged: Any = tuned.merge_and_unload(safe_merge=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of Transformers, about what PEFT calls
+        tuned = PeftModel.from_pretrained(model, str(folder))
+        merged: Any = tuned.merge_and_unload(safe_merge=True)
     assert isinstance(merged, PreTrainedModel)
     return merged
 

@@ -1,4 +1,4 @@
-"""The README.md of an adapter's folder or of a merged model, with the metadata that PEFT and the hub write."""
+"""The README.md of an adapter's folder or a merged model, with the metadata that PEFT and the hub write."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from mlora.objectives.registry import name_of
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+    from mlora.tasks.task import Task
+
 CARD = "README.md"
 _TASKS = {
     None: ("CausalLM", "text-generation"),
@@ -23,10 +25,31 @@ _TASKS = {
 """Of each task: the end of the name of Transformers' class, and the hub's tag."""
 
 
-def training_facts(adapter: AdapterConfig, *, step: int, seed: int | None = None) -> dict[str, str]:
+def write_adapter_card(folder: Path, task: Task) -> None:
+    """Writes the card of the adapter with which a task of a run ends.
+
+    Raises RunError if the file cannot be written.
+    """
+    from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
+    from mlora_ext.nn.interop.read_folder import read_config
+
+    lora = read_config(folder)
+    facts = lora_facts(lora) | training_facts(task.config, step=task.saved_step)
+    write_card(
+        folder,
+        task.name,
+        str(lora.base_model_name_or_path),
+        "adapter",
+        task_of(lora) if task_heads(lora) else None,
+        facts,
+        labels=labels_of(lora).get("num_labels"),
+    )
+
+
+def training_facts(adapter: AdapterConfig, *, step: int) -> dict[str, str]:
     """Returns what a card says of an adapter's training; nothing of it depends on a clock."""
     batch = adapter.per_device_train_batch_size * adapter.gradient_accumulation_steps
-    facts = {
+    return {
         "Optimizer steps": str(step),
         "Dataset": adapter.dataset,
         "Objective": name_of(adapter.objective),
@@ -35,7 +58,6 @@ def training_facts(adapter: AdapterConfig, *, step: int, seed: int | None = None
         "Learning rate": f"{adapter.learning_rate:g}, {adapter.lr_scheduler_type}",
         "Optimizer": adapter.optim,
     }
-    return facts | ({} if seed is None else {"Seed": str(seed)})
 
 
 def lora_facts(lora: LoraConfig) -> dict[str, str]:

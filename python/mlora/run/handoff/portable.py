@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from mlora_ext.adapters.kind import LayerSpec
 
-SERVED_TOGETHER = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
-"""Layers that servers fuse into one: SGLang 0.5.23 needs an adapter on all of a group, or on none."""
+SERVED_TOGETHER = {
+    ("q_proj", "k_proj", "v_proj"): ("q_proj", "v_proj"),
+    ("gate_proj", "up_proj"): ("gate_proj",),
+    ("q_a_proj", "kv_a_proj_with_mqa"): ("q_a_proj",),
+}
+"""Layers that servers fuse into one, and those of them that SGLang 0.5.23 needs beside any other."""
 
 
 def unportable(config: LoraConfig, plan: Mapping[str, LayerSpec], model: nn.Module) -> Iterator[str]:
@@ -42,7 +42,9 @@ def unportable(config: LoraConfig, plan: Mapping[str, LayerSpec], model: nn.Modu
     if config.lora_bias:
         yield "lora_bias: vLLM refuses it, SGLang does not read it"
     if config.modules_to_save or str(config.task_type) not in ("None", "CAUSAL_LM", "TaskType.CAUSAL_LM"):
-        what = f"modules_to_save: {', '.join(config.modules_to_save)}" if config.modules_to_save else "its head"
+        what = (
+            f"modules_to_save: {', '.join(config.modules_to_save)}" if config.modules_to_save else "its head"
+        )
         yield f"{what}: servers read the low-rank parts of linear layers only"
     if config.trainable_token_indices:
         yield "trainable_token_indices: servers read the low-rank parts of linear layers only"
@@ -72,7 +74,9 @@ def is_portable(config: LoraConfig, plan: Mapping[str, LayerSpec], model: nn.Mod
     uniform = {(spec.rank, spec.scaling) for spec in plan.values()}
     listed = config.exclude_modules is None and config.layers_to_transform is None
     whole = len(uniform) == 1 and uniform == {(config.r, config.lora_alpha / config.r)}
-    return whole and listed and {one.rpartition(".")[2] for one in named} == short and not _lacking(model, plan)
+    return (
+        whole and listed and {one.rpartition(".")[2] for one in named} == short and not _lacking(model, plan)
+    )
 
 
 def make_portable(folder: Path, model: nn.Module, name: str) -> None:
@@ -136,8 +140,8 @@ def _lacking(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, tuple[int, 
     found: dict[str, tuple[int, int]] = {}
     for key in plan:
         parent, _, last = key.rpartition(".")
-        for group in SERVED_TOGETHER:
-            for other in group if last in group else ():
+        for group, needed in SERVED_TOGETHER.items():
+            for other in needed if last in group else ():
                 sibling: Any = modules.get(f"{parent}.{other}")
                 if sibling is not None and f"{parent}.{other}" not in plan and is_linear(sibling):
                     found[f"{parent}.{other}"] = (sibling.out_features, sibling.in_features)
