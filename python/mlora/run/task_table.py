@@ -287,7 +287,8 @@ class TaskTable:
                         f"{task.name}: cannot be restored: its checkpoint lacks adapters.{task.name}"
                     )
                 restore_adapter(self.engine, task, admission.slots[task.name], adapters[task.name])
-        self._tell_who_waits()
+        if self.memory is not None:  # else those that are not admitted are about to be
+            self._tell_who_waits()
 
     def _put_on(self, task: Task) -> bool:
         begins = not task.progress.batches
