@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,13 @@ def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     assert names(tmp_path / "empty") == ["a"]
 
 
+def failing(folder: Path, fault: Exception) -> None:
+    with new_folder(folder, "--output") as scratch:
+        (scratch / "b").mkdir()
+        (scratch / "b" / "c").write_text("1")
+        raise fault
+
+
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
@@ -56,17 +64,15 @@ def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     ],
 )
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, fault: Exception, expected: str) -> None:
-    with pytest.raises(RunError) as caught, new_folder(tmp_path / "out", "--output") as scratch:
-        (scratch / "a").write_text("1")
-        raise fault
+    with pytest.raises(RunError) as caught:
+        failing(tmp_path / "out", fault)
     assert str(caught.value) == f"--output: {tmp_path / 'out'} {expected}"
     assert names(tmp_path) == []
 
 
 def test_an_error_of_the_block_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "out", "--output") as scratch:
-        (scratch / "a").mkdir()
-        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        failing(tmp_path / "out", ZeroDivisionError())
     assert names(tmp_path) == []
 
 
@@ -85,9 +91,12 @@ def test_what_is_in_the_way_stays(tmp_path: Path, kind: str) -> None:
 
 def test_what_comes_in_the_way_meanwhile_stays(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(RunError, match="is not empty"), new_folder(out, "--output"):
+    with ExitStack() as stack:
+        stack.enter_context(new_folder(out, "--output"))
         out.mkdir()
         (out / "mine").write_text("x")
+        with pytest.raises(RunError, match="is not empty"):
+            stack.close()
     assert names(tmp_path) == ["out"]
     assert (out / "mine").read_text() == "x"
 

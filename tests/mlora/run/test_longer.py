@@ -95,7 +95,11 @@ def test_the_best_weights_so_far_still_count(tiny_base: Path, tmp_path: Path) ->
     first = RunFolder(tmp_path / "run").read_summary()
     result = resume(tmp_path / "run", settings=["adapters.first.max_steps=10"])
     assert result.status == "finished"
-    steps = {r["step"]: r["eval_loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in r}
+    steps = {
+        r["step"]: r["eval_loss"]
+        for r in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if "eval_loss" in r
+    }
     steps.pop(0)
     assert result.adapters["first"].saved_step == min(steps, key=lambda step: steps[step])
     assert first is not None
@@ -116,7 +120,10 @@ def test_checkpoints_of_before_keep_what_they_held(short: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("adapters.first.max_steps=3", "--set: adapters[0].max_steps can only be raised once a run has begun"),
+        (
+            "adapters.first.max_steps=3",
+            "--set: adapters[0].max_steps can only be raised once a run has begun",
+        ),
         ("defaults.max_steps=3", "--set: defaults.max_steps can only be raised once a run has begun"),
         ("adapters.first.max_steps=4", "the run has ended, so --set changes nothing; remove it"),
         ("adapters.firts.max_steps=9", "no item is named 'firts'; did you mean 'first'?"),
@@ -159,6 +166,5 @@ def test_an_adapter_that_was_stopped_early_does_not_go_on(tiny_base: Path, tmp_p
     result = resume(tmp_path / "run", settings=settings, reporter=told)
     assert (result.adapters["first"].step, result.adapters["second"].step) == (first.step, 10)
     (line,) = [line for line in told.lines if "does not go on" in line]
-    assert line.startswith(
-        f"first: does not go on with the larger max_steps: it was finished at step {first.step}: stopped early"
-    )
+    told_of = f"it was finished at step {first.step}: stopped early"
+    assert line.startswith(f"first: does not go on with the larger max_steps: {told_of}")

@@ -15,7 +15,7 @@ from mlora.model.base_info import BaseInfo
 from mlora.run.handoff.adapters import FoundWeights, RunAdapter, find_weights, named_adapter, open_run
 from mlora.run.handoff.model_card import lora_facts, training_facts, write_card
 from mlora.run.handoff.peft_folders import empty_model, write_peft_folder
-from mlora.run.handoff.portable import is_portable, make_portable, plan_of
+from mlora.run.handoff.portable import is_portable, make_portable
 from mlora.run.handoff.servers import serving_lines
 from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
 from mlora_ext.nn.interop.peft_folder import WEIGHTS
@@ -84,7 +84,7 @@ def _for_servers(config: RunConfig, name: str, scratch: Path, target: Path, *, p
         return [f"servers do not read adapters of task_type {task_of(lora)}; load the folder with PEFT"]
     if portable:
         make_portable(scratch, model, name)
-    elif not is_portable(lora, plan_of(model, name, lora), model):
+    elif not is_portable(lora, name, model):
         return ["not every server reads this folder as it is; --portable writes one that they do"]
     lines = serving_lines(config.base_model, name, target, rank_of(scratch))
     if config.quantization is not None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from mlora.errors import RunError, first_line
 from mlora.files.disk import write_file
+from mlora_ext.adapters.trained_parts import task_heads, task_of
 from mlora_ext.nn.embedding import MultiLoRAEmbedding
 from mlora_ext.nn.interop.peft_folder import CONFIG, PREFIX, WEIGHTS
 from mlora_ext.nn.interop.read_folder import read_config
@@ -35,29 +36,35 @@ SERVED_TOGETHER = {
 """Layers that servers fuse into one, and those of them that SGLang 0.5.23 needs beside any other."""
 
 
-def unportable(config: LoraConfig, plan: Mapping[str, LayerSpec], model: nn.Module) -> Iterator[str]:
-    """Yields why an adapter cannot be portable, by what servers refuse."""
+def unportable(config: LoraConfig) -> Iterator[str]:
+    """Yields the fields of an adapter's config that servers refuse or do not read, and why."""
+    only = "servers read the low-rank parts of linear layers only"
     if config.use_dora:
         yield "use_dora: neither vLLM nor SGLang serves DoRA"
     if config.lora_bias:
         yield "lora_bias: vLLM refuses it, SGLang does not read it"
-    if config.modules_to_save or str(config.task_type) not in ("None", "CAUSAL_LM", "TaskType.CAUSAL_LM"):
-        what = (
-            f"modules_to_save: {', '.join(config.modules_to_save)}" if config.modules_to_save else "its head"
-        )
-        yield f"{what}: servers read the low-rank parts of linear layers only"
+    if task_heads(config):
+        yield f"task_type {task_of(config)}: {only}"
+    elif config.modules_to_save:
+        yield f"modules_to_save: {', '.join(config.modules_to_save)}: {only}"
     if config.trainable_token_indices:
-        yield "trainable_token_indices: servers read the low-rank parts of linear layers only"
-    if any(spec.parameters for spec in plan.values()):
+        yield f"trainable_token_indices: {only}"
+    if config.target_parameters:
         yield "target_parameters: not every server reads LoRA on fused experts"
+
+
+def _unserved(plan: Mapping[str, LayerSpec], model: nn.Module) -> Iterator[str]:
+    """Yields layers of an adapter on which servers do not read it, and why."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    for key in plan:
+    for key, spec in plan.items():
         module = model.get_submodule(key)
-        if isinstance(module, nn.Embedding | MultiLoRAEmbedding) or module is head:
+        if spec.parameters:
+            yield f"{key}: not every server reads LoRA on fused experts"
+        elif isinstance(module, nn.Embedding | MultiLoRAEmbedding) or module is head:
             yield f"{key}: not every server reads LoRA on embeddings and the output head"
 
 
-def plan_of(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
+def _plan_of(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
     """Returns an adapter's settings by layer. Raises RunError if its config does not fit the model."""
     try:
         return target_layers(model, name, config)
@@ -65,9 +72,12 @@ def plan_of(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerS
         raise RunError(first_line(error)) from error
 
 
-def is_portable(config: LoraConfig, plan: Mapping[str, LayerSpec], model: nn.Module) -> bool:
+def is_portable(config: LoraConfig, name: str, model: nn.Module) -> bool:
     """Whether a folder is portable as it is: also with another uniform scaling than 1."""
-    if config.use_rslora or any(unportable(config, plan, model)):
+    if config.use_rslora or any(unportable(config)):
+        return False
+    plan = _plan_of(model, name, config)
+    if any(_unserved(plan, model)):
         return False
     short = {key.rpartition(".")[2] for key in plan}
     named = set(config.target_modules or ()) if not isinstance(config.target_modules, str) else set()
@@ -94,8 +104,9 @@ def make_portable(folder: Path, model: nn.Module, name: str) -> None:
     from safetensors.torch import load_file, save
 
     config = read_config(folder)
-    plan = plan_of(model, name, config)
-    if faults := list(unportable(config, plan, model)):
+    faults = list(unportable(config))
+    plan = {} if faults else _plan_of(model, name, config)
+    if faults := faults or list(_unserved(plan, model)):
         raise RunError(
             "\n".join(f"{name}: cannot be portable: {fault}" for fault in faults)
             + "\nmerge it instead (`mlora merge`), or export it without --portable for PEFT"
