@@ -30,7 +30,7 @@ OWN_FILES = re.compile(
     r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"
     r"|\.?sweep\.(csv|png)(\.tmp)?"
     rf"|\.?best(\.tmp)?(/{_OF_ADAPTER})?"
-    r"|queue\.sqlite(-journal)?|states(/\.?[^/]+-\d{8}\.(pt(\.tmp)?|bin(\.new)?))?"
+    r"|queue\.sqlite(-journal)?|(states|finished)(/\.?[^/]+-\d{8}\.(pt(\.tmp)?|bin(\.new)?))?"
     r"|checkpoints(/\.?step-\d{8}\.pt(\.tmp)?)?"
     rf"|adapters(/[^/]+(/{_OF_ADAPTER})?)?"
     r"|adapters/[^/]+/((generation_)?config\.json|(model-)?\d+(-of-\d+)?\.safetensors|model\.safetensors\.index\.json)"
@@ -59,6 +59,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.queue = self.path / "queue.sqlite"
         self.states = self.path / "states"
+        self.finished = self.path / "finished"
         self.plot = self.path / "loss.png"
         self.summary = self.path / "summary.json"
         self.trials = self.path / "sweep.csv"
@@ -134,7 +135,7 @@ class RunFolder:
             queue = (self.path / name for name in ("queue.sqlite-journal", "queue.sqlite"))
             for file in (self.plot, self.summary, self.trials, self.trials_plot, *traces, *queue):
                 file.unlink(missing_ok=True)
-            for folder in (self.checkpoints, self.adapters, self.states, self.best):
+            for folder in (self.checkpoints, self.adapters, self.states, self.finished, self.best):
                 if folder.exists():
                     shutil.rmtree(folder)
 

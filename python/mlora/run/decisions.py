@@ -12,7 +12,7 @@ from mlora.config.run_config import RunConfig
 from mlora.files.checkpoint import FORMAT
 from mlora.queue.task_queue import TaskQueue
 from mlora.run.status_publisher import StatusPublisher
-from mlora.run.task_states import state_file
+from mlora.run.task_states import longer_files, state_file
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, Room, admit, sum_of
 from mlora.sweep.proposal import Proposal
@@ -64,9 +64,8 @@ class Decisions:
             "memory": self._memory.state() if self._memory else None,
             "due": self._asked or self._stale(),
             "slots": slot_count(self._config),
-            "kept": {
-                task.name: state_file(task) for task in [*self._table.aside(), *self._table.extendable()]
-            },
+            "kept": {task.name: state_file(task) for task in self._table.aside()},
+            "longer": {task.name: longer_files(task) for task in self._table.extendable()},
             "sweep": self._sweep.state() if self._sweep else None,
         }
 

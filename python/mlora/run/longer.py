@@ -7,6 +7,7 @@ from typing import Any
 
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
+from mlora.files.disk import os_errors, write_file
 from mlora.files.run_folder import RunFolder
 from mlora.run.reporter import Reporter
 from mlora.tasks.task import ALIVE
@@ -27,15 +28,16 @@ def _more(steps: int, entry: Mapping[str, Any]) -> bool:
     return bool(done and steps > entry["max_steps"])
 
 
-def continue_longer(config: RunConfig, checkpoint: dict[str, Any], reporter: Reporter) -> None:
+def continue_longer(
+    config: RunConfig, folder: RunFolder, checkpoint: dict[str, Any], reporter: Reporter
+) -> None:
     """Lets adapters of a checkpoint go on that had made all their steps and have more to make now.
 
-    They become running, as tasks that were set aside: a file in ``states`` holds the state of each.
+    They become running, as tasks that were set aside: their files are copied from ``finished`` to ``states``.
 
     Raises:
-        RunError: ``max_steps`` is below that of the checkpoint, or the file is gone.
+        RunError: ``max_steps`` is below that of the checkpoint, a file is gone, or the disk is full.
     """
-    folder = RunFolder(config.output_dir)
     for adapter in config.adapters:
         name, steps = adapter.name, adapter.max_steps
         task, total = checkpoint["tasks"].get(name), checkpoint["total_steps"].get(name)
@@ -55,12 +57,16 @@ def continue_longer(config: RunConfig, checkpoint: dict[str, Any], reporter: Rep
                 f"{task['step']}{why}"
             )
             continue
-        file = checkpoint["decisions"]["kept"].get(name)
-        if file is None or name not in checkpoint["data"] or not (folder.states / file).is_file():
+        files = [folder.finished / file for file in checkpoint["decisions"].get("longer", {}).get(name, [])]
+        if not files or name not in checkpoint["data"] or not all(file.is_file() for file in files):
             raise RunError(
-                f"{name}: cannot be trained longer: its optimizer's state is not in {folder.states}; begin a "
-                f"new task with init_from: {folder.adapters / name}"
+                f"{name}: cannot be trained longer: its optimizer's state is not in {folder.finished}; begin "
+                f"a new task with init_from: {folder.adapters / name}"
             )
+        with os_errors(f"{folder.states}: cannot be written"):
+            folder.states.mkdir(exist_ok=True)
+            for file in files:
+                write_file(folder.states / file.name, file.read_bytes())
         reporter.note(f"{name}: goes on from step {task['step']} to step {steps}")
         task["state"], task["message"] = "running", ""
         checkpoint["decisions"]["admission"]["slots"].pop(name, None)

@@ -19,7 +19,7 @@ from mlora.errors import RunError, file_line
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
-from mlora.files.state_files import StateFiles, best_file, files_named
+from mlora.files.state_files import StateFiles, best_file, files_named, finished_files
 from mlora.objectives.custom import CustomLoss
 from mlora.optim.optimizer import OptimizerError
 from mlora.pipeline import PipelineError
@@ -84,7 +84,9 @@ class TrainingLoop:
         self._planned = prepared.config.offload.activations != "auto"
         self._rounds = Rounds(prepared.table.members(), prepared.iteration, prepared.decisions.stops)
         self._rounds.waiting = prepared.decisions.minds_ends()
-        self._states = StateFiles(self._folder.states, self._folder.checkpoints)
+        folder = self._folder
+        self._states = StateFiles(folder.states, folder.checkpoints)
+        self._finished = StateFiles(folder.finished, folder.checkpoints, finished_files)
 
     def train(self, caught: Sequence[int]) -> None:
         """Iterates until no task runs or a signal was caught, then writes a durable checkpoint."""
@@ -112,7 +114,8 @@ class TrainingLoop:
                 f"out of memory at iteration {self._run.iteration + 1}; {less_memory(self._folder.path)}"
             ) from error
         self._writer.wait()
-        self._states.prune()
+        for files in (self._states, self._finished):
+            files.prune()
 
     def _plan_activations(self) -> None:
         """Lets each stage plan what becomes of its activations, if the config leaves that to it."""
@@ -395,7 +398,7 @@ class TrainingLoop:
             save_result(self._engine, task, self._folder, in_doubt=failed)
         task.progress.state, task.progress.message = state, message
         if task in self._table.extendable() and self._run.config.method == "lora":
-            keep_for_longer(self._engine, task, self._folder.states)
+            keep_for_longer(self._engine, task, self._folder)
         self._engine.remove_adapter(task.name)
         self._reporter.changed(task)
         self._write_summary("running")
@@ -426,5 +429,7 @@ class TrainingLoop:
         }
         states = ((task.name, self._engine.state_dict(task.name)) for task in self._table.admitted())
         self._states.name(self._run.iteration, files_named(payload))
+        self._finished.name(self._run.iteration, finished_files(payload))
         self._writer.start(self._run.iteration, payload, states)
-        self._states.prune()  # `start` has waited until the previous checkpoint is durable
+        for files in (self._states, self._finished):
+            files.prune()  # `start` has waited until the previous checkpoint is durable

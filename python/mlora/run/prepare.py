@@ -33,7 +33,6 @@ from mlora.planning.task_memory import LIMIT, memory_need
 from mlora.queue.submission import submitted
 from mlora.run.decisions import Decisions
 from mlora.run.inputs import check_inputs, check_sweep, inputs_of_sweep
-from mlora.run.longer import continue_longer
 from mlora.run.preflight import check_blocks, check_folders
 from mlora.run.reporter import Reporter
 from mlora.run.stages import Member, loading_fault, stage_0
@@ -103,8 +102,6 @@ def prepare(
     if checkpoint:
         check_sweep(sweep_inputs, checkpoint)
     builder = TaskBuilder(config, base)
-    if checkpoint:
-        continue_longer(config, checkpoint, reporter)
     tasks, refused, faults = _tasks(config, builder, checkpoint, came or {})
     if not checkpoint:
         faults |= faults_of_own_losses(tasks, torch.device(device), warn=reporter.warn)

@@ -17,7 +17,7 @@ from mlora.files.run_folder import Metrics, RunFolder, read_metrics
 from mlora.files.state_files import lost_file
 from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.run.decisions import journaled
-from mlora.run.longer import raised_in
+from mlora.run.longer import continue_longer, raised_in
 from mlora.run.loop import TrainingLoop, catch_signals
 from mlora.run.prepare import Prepared, prepare
 from mlora.run.reporter import Reporter, some
@@ -169,6 +169,7 @@ def _go_on(
         known = journaled(queue, config, checkpoint["iteration"] if checkpoint else -1)
         if checkpoint:
             came = _came(config, folder, checkpoint, queue)
+            continue_longer(config, folder, checkpoint, reporter)
             reporter.note(
                 f"resuming {folder.path} at iteration {checkpoint['iteration']} "
                 "(in each, adapters in training take one micro-batch)"

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from mlora.engine.engine import Engine
 from mlora.engine.put_adapter import lora_of
 from mlora.errors import RunError, first_line
-from mlora.files.disk import write_tensors
+from mlora.files.disk import os_errors, write_file, write_tensors
 from mlora.files.run_folder import RunFolder
 from mlora.files.state_files import best_file, read_state
 from mlora.run.handoff.model_card import write_adapter_card
@@ -90,9 +90,20 @@ def set_aside(engine: Engine, task: Task, folder: Path) -> None:
     engine.remove_adapter(task.name)
 
 
-def keep_for_longer(engine: Engine, task: Task, folder: Path) -> None:
-    """Writes the state with which a task has made its last step: a larger ``max_steps`` goes on from it."""
-    write_tensors(folder / state_file(task), {**_stamp(task), "state": engine.state_dict(task.name)})
+def keep_for_longer(engine: Engine, task: Task, folder: RunFolder) -> None:
+    """Writes what a larger ``max_steps`` goes on from: the state after the last step, the best weights."""
+    state = {**_stamp(task), "state": engine.state_dict(task.name)}
+    write_tensors(folder.finished / state_file(task), state)
+    if task.kept_step is not None:
+        best = _best_path(task, folder.states)
+        with os_errors(f"{folder.finished}: cannot be saved"):
+            write_file(folder.finished / best.name, best.read_bytes())
+
+
+def longer_files(task: Task) -> list[str]:
+    """Returns the names of the files of `keep_for_longer`."""
+    best = [] if task.kept_step is None else [best_file(task.name, task.kept_step)]
+    return [state_file(task), *best]
 
 
 def bring_back(engine: Engine, task: Task, group: int, folder: Path) -> None:

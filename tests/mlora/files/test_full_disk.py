@@ -133,6 +133,7 @@ def test_plot(run_file: Path, tmp_path: Path, fill: Fill) -> None:
         "adapters",
         "checkpoints",
         "config.yaml",
+        "finished",
         "metrics.jsonl",
         "queue.sqlite",
         "summary.json",

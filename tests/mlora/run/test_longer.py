@@ -137,7 +137,7 @@ def test_what_cannot_be_longer(short: Path, setting: str, expected: str) -> None
 
 def test_a_state_that_is_gone_is_named(short: Path, tmp_path: Path) -> None:
     run = shutil.copytree(short, tmp_path / "run")
-    shutil.rmtree(run / "states")
+    shutil.rmtree(run / "finished")
     with pytest.raises(RunError) as caught:
         resume(run, settings=["defaults.max_steps=7"])
     assert str(caught.value) == (

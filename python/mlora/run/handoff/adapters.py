@@ -140,7 +140,7 @@ def _at(folder: RunFolder, name: str, checkpoint: Mapping[str, Any]) -> FoundWei
     losses = losses_of({"loss": task["loss"]})
     if state == "finished" and not _trained_longer(folder, name, step):
         return _ended(folder, name, _saved_step(folder, name, step), total, iteration)
-    kept = checkpoint["decisions"]["kept"].get(name)
+    kept = _kept_file(folder, name, checkpoint)
     if state not in ("running", "paused") and kept is None:
         raise RunError(f"{name}: was {state} at step {step}; {where} does not hold its weights")
     if name in checkpoint["adapters"]:
@@ -150,8 +150,17 @@ def _at(folder: RunFolder, name: str, checkpoint: Mapping[str, Any]) -> FoundWei
     if kept is None:
         raise RunError(f"{name}: {where} does not hold its weights")
     stamp = {"task": name, "batches": task["batches"]}
-    found = read_state(folder.states / kept, "state", stamp, f"the state of {name} at {where}")
+    found = read_state(kept, "state", stamp, f"the state of {name} at {where}")
     return FoundWeights(name, step, total, iteration, None, found, losses)
+
+
+def _kept_file(folder: RunFolder, name: str, checkpoint: Mapping[str, Any]) -> Path | None:
+    """Returns the file with the state of an adapter that was not on the engine at a checkpoint, or None."""
+    decisions = checkpoint["decisions"]
+    if name in decisions["kept"]:
+        return folder.states / decisions["kept"][name]
+    files = decisions.get("longer", {}).get(name)
+    return folder.finished / files[0] if files else None
 
 
 def _trained_longer(folder: RunFolder, name: str, step: int) -> bool:
