@@ -141,7 +141,7 @@ def test_a_state_that_is_gone_is_named(short: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         resume(run, settings=["defaults.max_steps=7"])
     assert str(caught.value) == (
-        f"first: cannot be trained longer: its optimizer's state is not in {run / 'states'}; begin a new "
+        f"first: cannot be trained longer: its optimizer's state is not in {run / 'finished'}; begin a new "
         f"task with init_from: {run / 'adapters' / 'first'}"
     )
     assert RunFolder(run).read_config().adapters[0].max_steps == 4
