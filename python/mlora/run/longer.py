@@ -57,6 +57,11 @@ def continue_longer(
                 f"{task['step']}{why}"
             )
             continue
+        if config.method == "full":
+            raise RunError(
+                f"{name}: method: full cannot be trained longer; begin a new run with base_model: "
+                f"{folder.adapters / name}"
+            )
         files = [folder.finished / file for file in checkpoint["decisions"].get("longer", {}).get(name, [])]
         if not files or name not in checkpoint["data"] or not all(file.is_file() for file in files):
             raise RunError(

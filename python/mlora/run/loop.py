@@ -397,7 +397,7 @@ class TrainingLoop:
         if not failed or task.kept_step is not None:
             save_result(self._engine, task, self._folder, in_doubt=failed)
         task.progress.state, task.progress.message = state, message
-        if task in self._table.extendable() and self._run.config.method == "lora":
+        if self._run.config.method == "lora" and any(task is one for one in self._table.extendable()):
             keep_for_longer(self._engine, task, self._folder)
         self._engine.remove_adapter(task.name)
         self._reporter.changed(task)

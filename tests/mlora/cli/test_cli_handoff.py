@@ -42,7 +42,7 @@ def test_export_prints_copyable_commands(run: Run, trained: Path, tiny_base: Pat
     done = run("export", trained, "second", "--portable", "--output", tmp_path / "out")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.splitlines() == [
-        f"exported: {tmp_path}/out (step 9, its last)",
+        f"exported: {tmp_path}/out (step 9, as it ended)",
         f"vllm serve {tiny_base} --enable-lora --lora-modules second={tmp_path}/out --max-lora-rank 8",
         f"python -m sglang.launch_server --model-path {tiny_base} --enable-lora "
         f"--lora-paths second={tmp_path}/out --max-lora-rank 7",
@@ -62,7 +62,7 @@ def test_an_export_goes_into_the_runs_folder(run: Run, trained: Path, tmp_path: 
 
 def test_merge_writes_a_model(run: Run, trained: Path, tmp_path: Path) -> None:
     done = run("merge", trained, "first", "--output", tmp_path / "merged")
-    assert (done.exit_code, done.stdout) == (0, f"merged: {tmp_path}/merged (step 6, its last)\n"), (
+    assert (done.exit_code, done.stdout) == (0, f"merged: {tmp_path}/merged (step 6, as it ended)\n"), (
         done.stderr
     )
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.model_type == "llama"

@@ -370,7 +370,7 @@ def test_without_a_checkpoint_the_newest_one_counts(begun: Path, base: Path, tmp
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(merged)), expected, atol=1e-5, rtol=0
     )
-    assert export_adapter(begun, "pissa", output=tmp_path / "ended").weights.told == "step 2, its last"
+    assert export_adapter(begun, "pissa", output=tmp_path / "ended").weights.told == "step 2, as it ended"
 
 
 def test_a_checkpoint_of_an_adapter_that_had_ended_has_its_last_weights(begun: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class FoundWeights:
     def told(self) -> str:
         """What a message calls them, for example ``step 40 of 100, checkpoint 48``."""
         of = "" if self.total_steps in (None, self.step) else f" of {self.total_steps}"
-        where = "its last" if self.checkpoint is None else f"checkpoint {self.checkpoint}"
+        where = "as it ended" if self.checkpoint is None else f"checkpoint {self.checkpoint}"
         return f"step {self.step}{of}, {where}"
 
 
@@ -109,7 +109,10 @@ def find_weights(folder: RunFolder, name: str, checkpoint: int | None = None) ->
     if entry.get("saved_step") is not None:
         return _ended(folder, name, entry["saved_step"], entry["max_steps"], None)
     if entry.get("state") in ("stopped", "cancelled", "pruned"):
-        raise RunError(f"{name}: was {entry['state']} at step {entry['step']}; its weights are not kept")
+        raise RunError(
+            f"{name}: was {entry['state']} at step {entry['step']}; its weights are not kept, but an earlier "
+            "checkpoint may hold some (--checkpoint)"
+        )
     return _at(folder, name, _newest(folder, name))
 
 

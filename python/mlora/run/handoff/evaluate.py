@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from mlora.data.dataset import Dataset
 
 BASE = "__base__"
+AT_ONCE = 8
+"""Adapters whose samples share a batch."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,9 @@ def _measure(
         results = []
         for task in _of_base(tasks):  # one by one: they share a name
             results += _results(engine, config, [task], steps, choice)
-        return results + _results(engine, config, tasks, steps, choice)
+        for start in range(0, len(tasks), AT_ONCE):
+            results += _results(engine, config, tasks[start : start + AT_ONCE], steps, choice)
+        return results
     except (ValueError, OSError, SafetensorError) as error:
         if isinstance(error, RunError):
             raise

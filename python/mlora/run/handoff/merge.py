@@ -83,8 +83,8 @@ def merge_adapter(
             _check_bias(name, model, lora)
             _untie(model, lora)
             merged = _merge(model, source)
-        _check_room(merged, target)
-        merged.save_pretrained(str(scratch))
+            _check_room(merged, target)
+            merged.save_pretrained(str(scratch))
         save_tokenizer(base, scratch)
         if quantized:
             notes.append(f"{quantized} quantized layers were dequantized; the merged model is not quantized")
