@@ -1,4 +1,4 @@
-"""Create an environment with TRL, the quantisation libraries and trackers, which sees another environment's packages.
+"""Create an environment with TRL, quantisation libraries and trackers, which sees another's packages.
 
 Usage: python3 .ci/make_peers_env.py .venv .venv-peers [--gptqmodel]
 

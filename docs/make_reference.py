@@ -232,7 +232,7 @@ COMMANDS = """# Command line
 
 Every command of `mlora`, as `mlora COMMAND --help` prints it.
 
-- `--set KEY=VALUE` overrides a key of the config: `--set adapters.sums-r8.learning_rate=1e-3`. The value is read as YAML. With `resume`, only keys that change no result may be set ([decision 17](../decisions/17-config-and-resume.md)).
+- `--set KEY=VALUE` overrides a key of the config: `--set adapters.sums-r8.learning_rate=1e-3`. The value is read as YAML. With `resume`, only keys that change no result may be set, and a larger `max_steps` ([decision 17](../decisions/17-config-and-resume.md)).
 - An error is one line on standard error that begins with `error:`, without a traceback.
 
 | Exit code | When |

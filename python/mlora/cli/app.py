@@ -14,7 +14,8 @@ import typer
 from mlora.cli.common import RunDir, begin, command, quantizes, reporter, run_here, start_stages
 from mlora.cli.data import data
 from mlora.cli.generate import generate
-from mlora.cli.queue import CHANGES, change_tasks, status, submit
+from mlora.cli.handoff import evaluate, export, merge
+from mlora.cli.queue import CHANGES, change_tasks, status, stop, submit
 from mlora.cli.report import report
 from mlora.cli.schema import schema
 from mlora.cli.simulate import simulate
@@ -189,12 +190,16 @@ app.command()(status)
 app.command()(submit)
 for name, what in CHANGES.items():
     app.command(name, help=what)(change_tasks)
+app.command()(stop)
 
 
 app.command()(report)
 app.command()(generate)
 app.add_typer(data, name="data")
 app.command()(schema)
+app.command()(evaluate)
+app.command()(export)
+app.command()(merge)
 app.add_typer(simulate, name="simulate")
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +28,7 @@ CLASSES = {"TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswerin
 
 
 def generate(
+    context: typer.Context,
     source: Annotated[
         Path, typer.Argument(metavar="SOURCE", help="a run's output_dir or a PEFT adapter folder")
     ],
@@ -70,6 +71,8 @@ def generate(
         texts = read_prompts(prompt or [], prompts)
         named, folders, quantization = find_adapters(source)
         begin(quantized=quantization is not None or quantized_files(base_model or named))
+        stack = context.with_resource(ExitStack())
+        folders |= _of_checkpoints(source, adapter or [], stack)
         import torch
 
         from mlora.model.base_info import BaseInfo
@@ -98,6 +101,39 @@ def generate(
             answers = _answers(engine, base, chosen, classifiers, tokens, max_new_tokens, draw)
         for (name, index), (kind, answer) in answers.items():
             print(_line(name, texts[index], kind, answer, json_lines=json_lines, chat=chat))
+
+
+def _of_checkpoints(source: Path, asked: Sequence[str], stack: ExitStack) -> dict[str, Path]:
+    """Returns folders with the newest weights of a run's adapters that have not ended, and says which.
+
+    `asked` are the adapters to answer with (empty = all). RunError if one of these has no weights yet.
+    `stack` removes the folders.
+    """
+    if not os.path.isfile(source / "config.yaml"):
+        return {}
+    from mlora.files.run_folder import RunFolder
+    from mlora.run.handoff.adapters import find_weights, open_run
+    from mlora.run.handoff.peft_folders import peft_folder_of
+
+    summary = RunFolder(source.resolve()).read_summary()
+    states = {name: entry["state"] for name, entry in summary["adapters"].items()} if summary else {}
+    left = [name for name, state in states.items() if state in ("running", "paused")]
+    left = [name for name in left if not asked or name in asked]
+    if not left:
+        return {}
+    folder, config, adapters = open_run(source)
+    found: dict[str, Path] = {}
+    for name in left:
+        try:
+            weights = find_weights(folder, name)
+            found[name] = stack.enter_context(peft_folder_of(config, adapters[name], weights))
+        except RunError as error:
+            if asked:
+                raise
+            print(f"warning: left out: {error}", file=sys.stderr)
+            continue
+        print(f"{name}: weights of {weights.told}", file=sys.stderr)
+    return found
 
 
 def _chosen(source: Path, found: Sequence[str], asked: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ import typer
 
 from mlora.cli.common import RunDir, command
 from mlora.cli.tables import print_lines, print_rows
+from mlora.errors import RunError
 
 
 def status(
@@ -64,3 +65,23 @@ def change_tasks(
         from mlora.queue.requests import Change, change
 
         print_lines(change(run_dir, cast(Change, context.info_name), names))
+
+
+def stop(
+    run_dir: RunDir,
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="tasks of the run")],
+    keep: Annotated[bool, typer.Option("--keep", help="keep the weights, in adapters/NAME")] = False,
+) -> None:
+    """End tasks of a run at its next iteration and keep their weights, as if they had finished.
+
+    Needs --keep; `mlora cancel` ends tasks without keeping anything.
+    """
+    with command():
+        from mlora.queue.requests import change
+
+        if not keep:
+            run, tasks = run_dir, " ".join(names)
+            raise RunError(
+                f"stop keeps the weights: give --keep; to end without them, use `mlora cancel {run} {tasks}`"
+            )
+        print_lines(change(run_dir, "stop", names))

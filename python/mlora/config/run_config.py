@@ -382,7 +382,8 @@ class RunConfig(Strict):
     )
     report_to: list[str] = Field(
         default_factory=list,
-        description="Trackers: `tensorboard`, `wandb`, `mlflow`, `trackio`, `all` that are installed, or `none`.",
+        description="Trackers: `tensorboard`, `wandb`, `mlflow`, `trackio`; `all`: those that are "
+        "installed; `none`.",
     )
     run_name: str | None = Field(
         default=None,

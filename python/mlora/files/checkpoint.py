@@ -60,6 +60,29 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if PATTERN.fullmatch(path.name))
 
 
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Reads one checkpoint; its tensors are read from the file when they are used.
+
+    Raises RunError if it cannot be read, or is not a checkpoint of this version.
+    """
+    payload: dict[str, Any] = read_tensors(path, mmap=True)
+    _check(path, payload)
+    return payload
+
+
+def _check(path: Path, payload: Any) -> None:
+    """Raises RunError if the content of a file is not a checkpoint of this version."""
+    if not isinstance(payload, dict) or payload.get("format") != FORMAT:
+        raise RunError(
+            f"{path}: was written by another version of mlora; use that one, or train anew with "
+            "`mlora train RUN.yaml --overwrite`"
+        )
+    try:
+        _Payload.model_validate(payload)
+    except ValidationError as error:
+        raise RunError(f"{path}: is not a checkpoint of a run: {first_fault(error)}") from error
+
+
 def load_checkpoint(
     folder: Path,
     warn: Callable[[str], None],
@@ -79,15 +102,7 @@ def load_checkpoint(
         except RunError as error:
             warn(f"{error}{before}")
             continue
-        if not isinstance(payload, dict) or payload.get("format") != FORMAT:
-            raise RunError(
-                f"{path}: was written by another version of mlora; use that one, or train anew with "
-                "`mlora train RUN.yaml --overwrite`"
-            )
-        try:
-            _Payload.model_validate(payload)
-        except ValidationError as error:
-            raise RunError(f"{path}: is not a checkpoint of a run: {first_fault(error)}") from error
+        _check(path, payload)
         if (lacking := lacks(payload)) is not None:
             warn(f"{path}: {lacking}{before}")
             continue

@@ -32,7 +32,7 @@ OWN_FILES = re.compile(
     r"|tracking\.jsonl|logs(/[^/.]+(/events\.out\.tfevents\.[^/]+)?)?"
     r"|\.?sweep\.(csv|png)(\.tmp)?"
     rf"|\.?best(\.tmp)?(/{_OF_ADAPTER})?"
-    r"|queue\.sqlite(-journal)?|states(/\.?[^/]+-\d{8}\.(pt(\.tmp)?|bin(\.new)?))?"
+    r"|queue\.sqlite(-journal)?|(states|finished)(/\.?[^/]+-\d{8}\.(pt(\.tmp)?|bin(\.new)?))?"
     r"|checkpoints(/\.?step-\d{8}\.pt(\.tmp)?)?"
     rf"|adapters(/[^/]+(/{_OF_ADAPTER})?)?"
     r"|adapters/[^/]+/((generation_)?config\.json|(model-)?\d+(-of-\d+)?\.safetensors|model\.safetensors\.index\.json)"
@@ -70,6 +70,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.queue = self.path / "queue.sqlite"
         self.states = self.path / "states"
+        self.finished = self.path / "finished"
         self.plot = self.path / "loss.png"
         self.summary = self.path / "summary.json"
         self.trials = self.path / "sweep.csv"
@@ -149,7 +150,8 @@ class RunFolder:
             files = (self.plot, self.summary, self.tracking, self.trials, self.trials_plot)
             for file in (*files, *reports, *traces, *queue):
                 file.unlink(missing_ok=True)
-            for folder in (self.checkpoints, self.adapters, self.states, self.best, self.logs):
+            folders = (self.checkpoints, self.adapters, self.states, self.finished, self.best, self.logs)
+            for folder in folders:
                 if folder.exists():
                     shutil.rmtree(folder)
 

@@ -1,8 +1,11 @@
-"""Files of a run's ``states``: adapters of waiting tasks and best weights, while checkpoints need them."""
+"""Files of a run's ``states`` and ``finished``, while checkpoints need them.
+
+``states`` holds adapters of waiting tasks and best weights; ``finished`` what longer training goes on from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,11 @@ def files_named(checkpoint: Mapping[str, Any]) -> frozenset[str]:
         if checkpoint["config"].get("method") == "full" and task["state"] in ALIVE
     }
     return frozenset(checkpoint["decisions"]["kept"].values()) | best | full
+
+
+def finished_files(checkpoint: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of the files with which a larger ``max_steps`` goes on from a checkpoint."""
+    return frozenset(file for files in checkpoint["decisions"].get("longer", {}).values() for file in files)
 
 
 def lost_file(folder: Path, checkpoint: Mapping[str, Any]) -> str | None:
@@ -65,14 +73,20 @@ def read_state(path: Path, key: str, stamp: Mapping[str, Any], what: str) -> dic
 
 
 class StateFiles:
-    """The files of waiting tasks and of best evaluations, and which of them are still needed.
+    """The files in one of these folders, and which of them are still needed.
 
-    A file is removed when no checkpoint of the run names it, neither a durable one nor one in writing. A run
-    that resumes from a checkpoint writes the files again that it had set aside since then.
+    `named` returns those that a checkpoint needs. A file is removed when no checkpoint of the run names it,
+    neither a durable one nor one in writing. A run that resumes from a checkpoint writes the files again that
+    it had written since then.
     """
 
-    def __init__(self, folder: Path, checkpoints: Path) -> None:
-        self._folder, self._checkpoints = folder, checkpoints
+    def __init__(
+        self,
+        folder: Path,
+        checkpoints: Path,
+        named: Callable[[Mapping[str, Any]], frozenset[str]] = files_named,
+    ) -> None:
+        self._folder, self._checkpoints, self._files_named = folder, checkpoints, named
         self._named: dict[str, frozenset[str]] = {}
         self._newest = ""
 
@@ -116,7 +130,7 @@ class StateFiles:
         if not self._folder.is_dir() or not path.is_file():
             return frozenset()
         try:
-            return files_named(read_tensors(path, mmap=True))
+            return self._files_named(read_tensors(path, mmap=True))
         except RunError as error:  # a file that is gone was just removed to make room for a newer one
             return frozenset() if isinstance(error.__cause__, FileNotFoundError) else None
         except (KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""A run's tasks as its files describe them, and users' requests: submit, cancel, pause and unpause tasks.
+"""A run's tasks as its files describe them, and what users ask for: submit, cancel, stop, pause, unpause.
 
 Imports no torch.
 """
@@ -19,12 +19,12 @@ from mlora.files.run_folder import RunFolder, is_running
 from mlora.queue.submission import check_name, read_submission
 from mlora.queue.task_queue import RequestType, TaskQueue
 
-Change = Literal["cancel", "pause", "unpause"]
+Change = Literal["cancel", "stop", "pause", "unpause"]
 PATIENCE = 5.0  # seconds for a new run to take its folder, remove an earlier run, and write its config
-_WORDS = {"cancel": "be cancelled", "pause": "be paused", "unpause": "continue"}
+_WORDS = {"cancel": "be cancelled", "stop": "be stopped", "pause": "be paused", "unpause": "continue"}
 
 ENDED = ("finished", "stopped", "cancelled", "pruned", "refused")
-BECOMES = {"pause": "paused", "unpause": "running", "cancel": "cancelled"}
+BECOMES = {"pause": "paused", "unpause": "running", "cancel": "cancelled", "stop": "finished"}
 
 
 @dataclass
@@ -114,7 +114,7 @@ def submit(run_dir: Path | str, files: Sequence[Path]) -> list[str]:
 
 
 def change(run_dir: Path | str, kind: Change, names: Sequence[str]) -> list[str]:
-    """Asks a run to cancel, pause or unpause tasks: all, or none if one is wrong; returns lines for the user.
+    """Asks a run to change the state of tasks: all, or none if one is wrong; returns lines for the user.
 
     A change that is already made or requested is not requested again; a line says so. Raises RunError if
     there is no run or no such task, a task has ended, or the queue cannot be written.
@@ -153,7 +153,8 @@ def _chosen(tasks: dict[str, KnownTask], name: str, kind: Change) -> KnownTask:
         raise RunError(f"{name}: the run has no such task; {nearest(name, list(tasks), 'its tasks')}")
     task = tasks[name]
     if task.will_be in ENDED and task.will_be != BECOMES[kind]:
-        how = f"it is already {task.state}" if task.state in ENDED else "cancel was already requested"
+        asked = next((kind for kind in task.asked if BECOMES.get(kind) in ENDED), "cancel")
+        how = f"it is already {task.state}" if task.state in ENDED else f"{asked} was already requested"
         more = "; submit it again under another name" if kind == "unpause" else ""
         raise RunError(f"{name}: cannot {_WORDS[kind]}: {how}{more}")
     return task

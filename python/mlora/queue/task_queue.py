@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 
 from mlora.errors import RunError
 
-RequestType = Literal["submit", "cancel", "pause", "unpause"]
-VERSION = 4
+RequestType = Literal["submit", "cancel", "stop", "pause", "unpause"]
+VERSION = 5
 _PATIENCE = 10.0  # seconds to wait for another process's transaction
 _ADVICE = {
     sqlite3.SQLITE_BUSY: "; another process is using it; try again later",

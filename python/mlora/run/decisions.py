@@ -12,7 +12,7 @@ from mlora.config.run_config import RunConfig
 from mlora.files.checkpoint import FORMAT
 from mlora.queue.task_queue import TaskQueue
 from mlora.run.status_publisher import StatusPublisher
-from mlora.run.task_states import state_file
+from mlora.run.task_states import longer_files, state_file
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, Room, admit, sum_of
 from mlora.sweep.proposal import Proposal
@@ -65,6 +65,7 @@ class Decisions:
             "due": self._asked or self._stale(),
             "slots": slot_count(self._config),
             "kept": {task.name: state_file(task) for task in self._table.aside()},
+            "longer": {task.name: longer_files(task) for task in self._table.extendable()},
             "sweep": self._sweep.state() if self._sweep else None,
         }
 
@@ -271,7 +272,7 @@ def journal_key(config: RunConfig) -> str:
 
     Journaled decisions are repeated only if it is the same.
     """
-    adapters = [(adapter.name, adapter.priority) for adapter in config.adapters]
+    adapters = [(adapter.name, adapter.priority, adapter.max_steps) for adapter in config.adapters]
     sweep = config.sweep.model_dump(exclude={"places", "trials"}) if config.sweep else None
     facts = [
         FORMAT,

@@ -12,17 +12,15 @@ from dataclasses import asdict
 from types import FrameType
 from typing import Any, Literal
 
-from safetensors import SafetensorError
-
 from mlora.config.sweep_config import is_trial
 from mlora.engine.adapter_state import BatchResult, added, means
 from mlora.engine.batcher import BatchFuture
-from mlora.errors import RunError, file_line, first_line
+from mlora.errors import RunError, file_line
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
 from mlora.files.samples import append_samples, samples_size
-from mlora.files.state_files import StateFiles, best_file, files_named
+from mlora.files.state_files import StateFiles, best_file, files_named, finished_files
 from mlora.objectives.custom import CustomLoss
 from mlora.optim.optimizer import OptimizerError
 from mlora.pipeline import PipelineError
@@ -32,7 +30,7 @@ from mlora.run.forecasts import forecast_lines
 from mlora.run.inputs import fingerprints
 from mlora.run.prepare import Prepared
 from mlora.run.stages import less_memory
-from mlora.run.task_states import compare, never_best, read_best, write_best
+from mlora.run.task_states import compare, keep_for_longer, never_best, save_result, write_best
 from mlora.run.trial_losses import not_measured
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
@@ -91,7 +89,9 @@ class TrainingLoop:
         self._planned = prepared.config.offload.activations != "auto"
         self._rounds = Rounds(prepared.table.members(), prepared.iteration, prepared.decisions.stops)
         self._rounds.waiting = prepared.decisions.minds_ends()
-        self._states = StateFiles(self._folder.states, self._folder.checkpoints)
+        folder = self._folder
+        self._states = StateFiles(folder.states, folder.checkpoints)
+        self._finished = StateFiles(folder.finished, folder.checkpoints, finished_files)
 
     def train(self, caught: Sequence[int]) -> None:
         """Iterates until no task runs or a signal was caught, then writes a durable checkpoint."""
@@ -120,7 +120,8 @@ class TrainingLoop:
                 f"out of memory at iteration {self._run.iteration + 1}; {less_memory(self._folder.path)}"
             ) from error
         self._writer.wait()
-        self._states.prune()
+        for files in (self._states, self._finished):
+            files.prune()
 
     def _plan_activations(self) -> None:
         """Lets each stage plan what becomes of its activations, if the config leaves that to it."""
@@ -456,20 +457,27 @@ class TrainingLoop:
 
     def _end(self, task: Task, state: Literal["finished", "stopped"], message: str) -> None:
         """Ends a task and saves its adapter; that of a failed task only if it keeps its best weights."""
-        failed, folder = state == "stopped", self._folder.adapters / task.name
+        failed = state == "stopped"
         if failed and task.kept_step is not None:
             message += f"; saved as it was at step {task.kept_step}, the best"
         if not failed or task.kept_step is not None:
-            try:
-                weights = read_best(task, self._folder.states, in_doubt=failed)
-                self._engine.save(task.name, folder, weights)
-            except (OSError, SafetensorError) as error:
-                reason = getattr(error, "strerror", None) or first_line(error)
-                raise RunError(f"{folder}: cannot be saved: {reason}") from error
-        self._engine.remove_adapter(task.name)
+            save_result(self._engine, task, self._folder, in_doubt=failed)
         task.progress.state, task.progress.message = state, message
+        if self._run.config.method == "lora" and any(task is one for one in self._table.extendable()):
+            keep_for_longer(self._engine, task, self._folder)
+        self._engine.remove_adapter(task.name)
         self._reporter.changed(task)
         self._write_summary("running")
+
+    def _data(self) -> dict[str, list[str]]:
+        """Returns the digests of the data of tasks that go on, or that a larger ``max_steps`` continues."""
+        found = {task.name: fingerprints(task) for task in self._table.alive()}
+        for task in self._table.extendable():
+            if task.data.samples:
+                found[task.name] = fingerprints(task)
+            elif task.name in self._run.data:  # it had ended before this process began
+                found[task.name] = self._run.data[task.name]
+        return found
 
     def _checkpoint(self) -> None:
         """Starts a checkpoint. Adapters that it calls finished are already durable on disk."""
@@ -482,12 +490,14 @@ class TrainingLoop:
             "config": self._run.config.model_dump(),
             "decisions": self._decisions.state(self._run.iteration),
             "refused": self._table.refused,
-            "data": {task.name: fingerprints(task) for task in self._table.alive()},
+            "data": self._data(),
             "sweep_inputs": dict(self._run.sweep_inputs),
             "total_steps": {task.name: task.total_steps for task in self._table.tasks},
             "tasks": {task.name: asdict(task.progress) for task in self._table.tasks},
         }
         states = ((task.name, self._engine.state_dict(task.name)) for task in self._table.admitted())
         self._states.name(self._run.iteration, files_named(payload))
+        self._finished.name(self._run.iteration, finished_files(payload))
         self._writer.start(self._run.iteration, payload, states)
-        self._states.prune()  # `start` has waited until the previous checkpoint is durable
+        for files in (self._states, self._finished):
+            files.prune()  # `start` has waited until the previous checkpoint is durable

@@ -62,6 +62,7 @@ class Prepared:
         loaded: bytes that this process used before any adapter, after a small micro-batch; 0 = not measured.
         placed: where the bytes of the base model are, for each stage; empty = not measured.
         sweep_inputs: what `inputs_of_sweep` returned.
+        data: the digests of tasks' data in the checkpoint that the run goes on from.
     """
 
     config: RunConfig
@@ -74,6 +75,7 @@ class Prepared:
     loaded: int = 0
     placed: Sequence[BaseBytes] = ()
     sweep_inputs: Mapping[str, list[str]] = field(default_factory=dict)
+    data: Mapping[str, list[str]] = field(default_factory=dict)
 
 
 def prepare(
@@ -141,7 +143,9 @@ def prepare(
             raise RunError(_NOTHING)
         unless_prepared.pop_all()
     iteration, seconds = (checkpoint["iteration"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
-    return Prepared(config, base, engine, table, decisions, iteration, seconds, loaded, placed, sweep_inputs)
+    data = checkpoint["data"] if checkpoint else {}
+    facts = (iteration, seconds, loaded, placed, sweep_inputs, data)
+    return Prepared(config, base, engine, table, decisions, *facts)
 
 
 def _check_config(config: RunConfig, device: str) -> None:

@@ -1,4 +1,4 @@
-"""The config with which a run goes on: its own, with overrides that change no result."""
+"""The config with which a run goes on: its own, with overrides that change no step that was made."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ FREE = {
     ("sweep", "trials"),
 }
 """Keys that may change before a resume, with all below them: none changes results by more than rounding."""
+STEPS = {("adapters", "NAME", "max_steps"), ("defaults", "max_steps")}
+"""Keys that may be raised before a resume; see `mlora.run.longer`."""
 
 
 def resumed_config(folder: RunFolder, settings: Sequence[str] = ()) -> RunConfig:
@@ -45,7 +47,10 @@ def resumed_config(folder: RunFolder, settings: Sequence[str] = ()) -> RunConfig
         return config
     data = read_yaml(folder.config)
     given = {apply_override(data, setting): f"--set {setting}" for setting in settings}
-    for location, name in given.items():
+    given |= _default_steps(config, data, given)
+    for location, name in list(given.items()):
+        if location == ("defaults", "max_steps"):
+            continue
         if location == ("output_dir",):
             raise RunError(f"{name}: move the run's folder instead, and resume it there")
         if location[0] == "defaults" and config.adapters:
@@ -58,17 +63,42 @@ def resumed_config(folder: RunFolder, settings: Sequence[str] = ()) -> RunConfig
     if key := changed_key(config.model_dump(), changed.model_dump()):
         hidden = "adapters" if config.sweep else "sweep"
         free = [".".join(keys) for keys in sorted(FREE) if keys[0] not in (hidden, "defaults", "output_dir")]
+        if key.endswith("max_steps") and not config.sweep:
+            raise RunError(f"--set: {key} can only be raised once a run has begun")
         raise RunError(
-            f"--set: {key} cannot change once a run has begun, only {', '.join(free)}; start a new run, with "
-            "init_from to go on from an adapter"
+            f"--set: {key} cannot change once a run has begun, only {', '.join(free)}, and a larger "
+            "adapters.NAME.max_steps; start a new run, with init_from to go on from an adapter"
         )
     return changed
 
 
+def _default_steps(
+    config: RunConfig, data: dict[str, Any], given: dict[Location, str]
+) -> dict[Location, str]:
+    """Gives an overridden ``defaults.max_steps`` to the adapters that had the default; returns where."""
+    setting = given.get(("defaults", "max_steps"))
+    if setting is None or config.sweep:
+        return {}
+    before, now = config.defaults.max_steps, data["defaults"]["max_steps"]
+    found: dict[Location, str] = {}
+    for index, adapter in enumerate(config.adapters):
+        place = ("adapters", index, "max_steps")
+        if adapter.max_steps == before and place not in given:
+            data["adapters"][index]["max_steps"] = now
+            found[place] = setting
+    if not found:
+        raise RunError(f"{setting}: each adapter has its own max_steps; set adapters.NAME.max_steps")
+    return found
+
+
 def changed_key(before: Any, now: Any, location: Location = ()) -> str | None:
     """Returns the path of the first value, outside of `FREE`, that differs, or None."""
-    if tuple("NAME" if isinstance(part, int) else part for part in location) in FREE:
+    key = tuple("NAME" if isinstance(part, int) else part for part in location)
+    raised = isinstance(before, int) and isinstance(now, int) and now > max(before, 0)
+    if key in FREE or (key in STEPS and raised):
         return None
+    if not location and now.get("sweep") and before["defaults"]["max_steps"] != now["defaults"]["max_steps"]:
+        return "defaults.max_steps"  # later trials would have others than earlier ones
     parts: Iterable[int | str] = ()
     if isinstance(before, dict) and isinstance(now, dict):
         parts = [*before, *(key for key in now if key not in before)]

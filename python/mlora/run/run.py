@@ -20,6 +20,7 @@ from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.run.callbacks import Callbacks
 from mlora.run.decisions import journaled
 from mlora.run.environment import note_start
+from mlora.run.longer import continue_longer, raised_in
 from mlora.run.loop import TrainingLoop, catch_signals
 from mlora.run.prepare import Prepared, prepare
 from mlora.run.reporter import Reporter, some
@@ -191,6 +192,7 @@ def _go_on(
         known = journaled(queue, config, checkpoint["iteration"] if checkpoint else -1)
         if checkpoint:
             came = _came(config, folder, checkpoint, queue)
+            continue_longer(config, folder, checkpoint, reporter)
             reporter.note(
                 f"resuming {folder.path} at iteration {checkpoint['iteration']} "
                 "(in each, adapters in training take one micro-batch)"
@@ -247,7 +249,7 @@ def finished_result(folder: RunFolder, config: RunConfig) -> RunResult | None:
     summary = folder.read_summary()
     if summary is None or summary["status"] not in ("finished", "failed", "paused"):
         return None
-    if has_news(folder.queue) or _more_trials(folder, config):
+    if has_news(folder.queue) or _more_trials(folder, config) or raised_in(config, summary):
         return None
     adapters = {name: AdapterResult(**entry) for name, entry in summary["adapters"].items()}
     return RunResult(summary["status"], folder.path, summary["seconds"], adapters)

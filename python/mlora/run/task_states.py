@@ -15,13 +15,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from mlora.engine.engine import Engine
 from mlora.engine.put_adapter import lora_of
 from mlora.errors import RunError, first_line
-from mlora.files.disk import write_tensors
+from mlora.files.disk import os_errors, write_file, write_tensors
+from mlora.files.run_folder import RunFolder
 from mlora.files.state_files import best_file, read_state
+from mlora.run.handoff.model_card import write_adapter_card
 from mlora.tasks.task import Task
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
+from mlora_ext.nn.interop.peft_folder import CONFIG
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +90,22 @@ def set_aside(engine: Engine, task: Task, folder: Path) -> None:
     engine.remove_adapter(task.name)
 
 
+def keep_for_longer(engine: Engine, task: Task, folder: RunFolder) -> None:
+    """Writes what a larger ``max_steps`` goes on from: the state after the last step, the best weights."""
+    state = {**_stamp(task), "state": engine.state_dict(task.name)}
+    write_tensors(folder.finished / state_file(task), state)
+    if task.kept_step is not None:
+        best = _best_path(task, folder.states)
+        with os_errors(f"{folder.finished}: cannot be saved"):
+            write_file(folder.finished / best.name, best.read_bytes())
+
+
+def longer_files(task: Task) -> list[str]:
+    """Returns the names of the files of `keep_for_longer`."""
+    best = [] if task.kept_step is None else [best_file(task.name, task.kept_step)]
+    return [state_file(task), *best]
+
+
 def bring_back(engine: Engine, task: Task, group: int, folder: Path) -> None:
     """Puts a task's adapter back on the engine, or a new adapter if the task has not begun."""
     if not task.progress.batches:
@@ -144,6 +165,21 @@ def read_best(task: Task, folder: Path, *, in_doubt: bool) -> dict[str, Tensor] 
     what = f"the best weights of {task.name}, of step {task.kept_step}"
     stamp = {"task": task.name, "step": task.kept_step}
     return read_state(_best_path(task, folder), "weights", stamp, what)
+
+
+def save_result(engine: Engine, task: Task, folder: RunFolder, *, in_doubt: bool = False) -> None:
+    """Writes the adapter with which a task ends, with its card; `in_doubt` is for `read_best`.
+
+    The task is on the engine. Raises RunError if the folder cannot be written.
+    """
+    target = folder.adapters / task.name
+    try:
+        engine.save(task.name, target, read_best(task, folder.states, in_doubt=in_doubt))
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise RunError(f"{target}: cannot be saved: {reason}") from error
+    if (target / CONFIG).is_file():  # a model that was trained itself is no adapter
+        write_adapter_card(target, task)
 
 
 def check_best_file(task: Task, folder: Path) -> None:

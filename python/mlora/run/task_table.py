@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlora.config.lora_fields import lora_warnings
+from mlora.config.sweep_config import is_trial
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import Candidate, MemoryLimit
 from mlora.errors import RunError
@@ -15,7 +16,7 @@ from mlora.planning.task_memory import TaskMemory, memory_need
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
 from mlora.run.reporter import Reporter, some
-from mlora.run.task_states import bring_back, check_best_file, restore_adapter, set_aside
+from mlora.run.task_states import bring_back, check_best_file, restore_adapter, save_result, set_aside
 from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import Group
@@ -83,6 +84,11 @@ class TaskTable:
         """Returns the tasks that have begun and are not on the engine; a file holds the state of each."""
         on_engine = set(self.engine.adapters)
         return [task for task in self.alive() if task.progress.batches and task.name not in on_engine]
+
+    def extendable(self) -> list[Task]:
+        """Returns the tasks that have made all their steps and that a larger ``max_steps`` would continue."""
+        trials = self.sweep is not None
+        return [task for task in self.tasks if task.made_all_steps and not (trials and is_trial(task.name))]
 
     def members(self) -> dict[int, list[Task]]:
         """Returns the running, admitted tasks of each group, by the group's slot."""
@@ -186,6 +192,8 @@ class TaskTable:
             self.reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
         elif request.kind == "cancel":
             self._end(task, "cancelled", "")
+        elif request.kind == "stop":
+            self._stop(task)
         elif request.kind == "pause" and task.progress.state == "running":
             task.progress.state = "paused"
             self.reporter.changed(task)
@@ -233,6 +241,20 @@ class TaskTable:
             self.sweep.taken_off(name)
         self.reporter.fault(f"{name}: refused: {message}")
 
+    def _stop(self, task: Task) -> None:
+        """Ends a task as its user asked, and saves its adapter; one that has made no step has none."""
+        step = task.progress.step
+        if not step:
+            self._end(task, "cancelled", "stopped on request before its first step")
+            return
+        if task.name not in self.engine.adapters:
+            bring_back(self.engine, task, 0, self.folder.states)
+        save_result(self.engine, task, self.folder)
+        self.engine.remove_adapter(task.name)
+        best = "" if task.saved_step == step else f"; saved as it was at step {task.saved_step}, the best"
+        task.progress.state, task.progress.message = "finished", f"stopped on request at step {step}{best}"
+        self.reporter.changed(task)
+
     def _end(self, task: Task, state: State, message: str) -> None:
         if task.name in self.engine.adapters:
             self.engine.remove_adapter(task.name)
@@ -270,7 +292,8 @@ class TaskTable:
                         f"{task.name}: cannot be restored: its checkpoint lacks adapters.{task.name}"
                     )
                 restore_adapter(self.engine, task, admission.slots[task.name], adapters[task.name])
-        self._tell_who_waits()
+        if self.memory is not None:  # else those that are not admitted are about to be
+            self._tell_who_waits()
 
     def _put_on(self, task: Task) -> bool:
         begins = not task.progress.batches

@@ -119,6 +119,11 @@ class Task:
         return self.progress.state in ALIVE
 
     @property
+    def made_all_steps(self) -> bool:
+        """Whether it has finished by making all its steps, not by an early stop or a request."""
+        return self.progress.state == "finished" and self.progress.step >= self.total_steps
+
+    @property
     def saved_step(self) -> int:
         """The step of the weights with which it ends: that of `kept_step`, or its last one."""
         best = self.kept_step

@@ -134,6 +134,7 @@ def test_plot(run_file: Path, tmp_path: Path, fill: Fill) -> None:
         "checkpoints",
         "config.yaml",
         "environment.json",
+        "finished",
         "metrics.jsonl",
         "queue.sqlite",
         "summary.json",

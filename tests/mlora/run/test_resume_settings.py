@@ -54,8 +54,8 @@ def test_the_stages_may_change(begun: Path) -> None:
     ("setting", "expected"),
     [
         (
-            "adapters.first.max_steps=40",
-            "--set: adapters[0].max_steps cannot change once a run has begun",
+            "adapters.first.max_steps=3",
+            "--set: adapters[0].max_steps can only be raised once a run has begun",
         ),
         (
             "adapters.first.lora.r=8",

@@ -26,6 +26,7 @@ from mlora.engine.adapter_state import BatchResult
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError
+from mlora.files.run_folder import RunFolder
 from mlora.run.evaluation import Fits, evaluate_losses
 from mlora.run.run import resume, train
 from mlora.scheduler import MemoryEstimate
@@ -208,6 +209,29 @@ def test_paused_cancelled_and_let_go_on_under_a_limit(data: dict[str, Any], tmp_
     assert admitted[:2] == [["high", "first"], ["high", "second"]]
     assert_as_alone(run, data, tmp_path, data["adapters"][:1])  # who was paused in an accumulation
     assert "low" not in by_adapter(run)
+    assert_same(undisturbed(run, tmp_path / "again"), run)
+    assert not (run / "states").exists()
+
+
+def test_stopped_with_their_weights_under_a_limit(data: dict[str, Any], tmp_path: Path) -> None:
+    """One on the engine, one that was set aside; the journal repeats both."""
+    run = tmp_path / "run"
+    actions: Actions = {
+        ("second", 2): lambda: ask(run, "pause", "second"),
+        ("third", 2): lambda: ask(run, "stop", "third"),
+        ("low", 1): lambda: ask(run, "stop", "second"),
+    }
+    run_to_end(data, tmp_path, "run", actions)
+    summary = RunFolder(run).read_summary()
+    assert summary is not None
+    for name in ("second", "third"):
+        entry = summary["adapters"][name]
+        assert (entry["state"], entry["message"]) == (
+            "finished",
+            f"stopped on request at step {entry['step']}",
+        )
+        assert 0 < entry["step"] == entry["saved_step"] < entry["max_steps"]
+    assert weights(run).keys() == summary["adapters"].keys()
     assert_same(undisturbed(run, tmp_path / "again"), run)
     assert not (run / "states").exists()
 

@@ -1,0 +1,1 @@
+"""What becomes of a run's adapters: exported, merged, evaluated."""

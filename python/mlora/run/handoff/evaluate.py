@@ -1,0 +1,290 @@
+"""Measures adapters of a run, and its base model, on a dataset."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+
+from mlora.cluster.device import choose_device, dtype_of
+from mlora.config.aliases import nearest
+from mlora.config.run_config import RunConfig
+from mlora.config.sections import DatasetConfig
+from mlora.engine.engine import Engine
+from mlora.errors import RunError, first_fault, first_line
+from mlora.files.run_folder import RunFolder
+from mlora.model.base_info import BaseInfo
+from mlora.objectives.objective import CrossEntropy
+from mlora.objectives.options import START
+from mlora.run.evaluation import evaluate_losses, exact_matches
+from mlora.run.handoff.adapters import FoundWeights, RunAdapter, find_weights, named_adapter, open_run
+from mlora.run.handoff.peft_folders import peft_folder_of
+from mlora.tasks.result import columns_of
+from mlora.tasks.task import Task, TaskBuilder
+from mlora_ext.out_of_memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from mlora.data.dataset import Dataset
+
+BASE = "__base__"
+AT_ONCE = 8
+"""Adapters whose samples share a batch."""
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """What to measure on.
+
+    Attributes:
+        dataset: the name of a dataset of the run; None = each adapter's ``eval_dataset``.
+        file: a file of samples, in place of a dataset.
+        format: of `file`; None = that of the adapter's dataset.
+        exact_match: also complete prompts, where the data has some.
+    """
+
+    dataset: str | None = None
+    file: Path | None = None
+    format: str | None = None
+    exact_match: bool = True
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One adapter, or the base model, on one dataset."""
+
+    adapter: str
+    dataset: str
+    step: int | None
+    samples: int
+    tokens: int
+    loss: float
+    exact_match: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The results, and lines on what was left out or where weights came from."""
+
+    results: list[Measured]
+    notes: list[str]
+
+    def table(self) -> list[list[str]]:
+        """Returns the rows of a table, titles first; empty columns are left out."""
+        columns = columns_of(dict.fromkeys(name for one in self.results for name in one.metrics))
+        rows = [["adapter", "dataset", "step", "samples", "loss", "exact match"]]
+        rows[0] += [title for title, _ in columns.values()]
+        for one in self.results:
+            exact = "" if one.exact_match is None else f"{one.exact_match:.1%}"
+            step = "" if one.step is None else str(one.step)
+            cells = [one.adapter, one.dataset, step, str(one.samples), f"{one.loss:.4f}", exact]
+            for name, (_, form) in columns.items():
+                cells.append(format(one.metrics[name], form) if name in one.metrics else "")
+            rows.append(cells)
+        used = [place for place in range(len(rows[0])) if any(row[place] for row in rows[1:])]
+        return [[row[place] for place in used] for row in rows]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns plain values; those that JSON cannot hold are None."""
+        results = []
+        for one in self.results:
+            entry = vars(one) | {"metrics": dict(one.metrics)}
+            entry["loss"] = one.loss if math.isfinite(one.loss) else None
+            entry["metrics"] = {k: v if math.isfinite(v) else None for k, v in one.metrics.items()}
+            results.append(entry)
+        return {"results": results, "notes": self.notes}
+
+
+def evaluate_adapters(
+    run_dir: Path | str, names: Sequence[str], choice: DataChoice, *, checkpoint: int | None = None
+) -> Evaluation:
+    """Measures adapters together, over a base model that is loaded once, and the base model alone.
+
+    The base is measured on data of adapters whose objective is cross-entropy over tokens.
+
+    Args:
+        run_dir: the run's ``output_dir``, which may be at work.
+        names: of adapters; empty = all that have weights.
+        choice: the data.
+        checkpoint: as for `mlora.run.handoff.export.export_adapter`.
+
+    Raises:
+        RunError: there is no such run, adapter, checkpoint or data, or memory runs out.
+    """
+    folder, config, adapters = open_run(run_dir)
+    chosen, notes = _chosen(folder, adapters, names, checkpoint)
+    builder = TaskBuilder(config, BaseInfo(config.base_model, config.base_folder))
+    with ExitStack() as stack:
+        tasks = []
+        for name, found in chosen.items():
+            source = stack.enter_context(peft_folder_of(config, adapters[name], found))
+            tasks.append(_task(config, builder, adapters[name], source, choice))
+        for name, found in chosen.items():
+            if found.checkpoint is not None:
+                notes.append(f"{name}: weights of {found.told}")
+        notes += builder.warnings
+        results = _measure(config, stack, tasks, {name: found.step for name, found in chosen.items()}, choice)
+    return Evaluation(results, notes)
+
+
+def _chosen(
+    folder: RunFolder, adapters: Mapping[str, RunAdapter], names: Sequence[str], checkpoint: int | None
+) -> tuple[dict[str, FoundWeights], list[str]]:
+    """Returns the weights to measure, by adapter, and why those of others are left out."""
+    found: dict[str, FoundWeights] = {}
+    notes: list[str] = []
+    for name in names or adapters:
+        named_adapter(folder, adapters, name)
+        try:
+            found[name] = find_weights(folder, name, checkpoint)
+        except RunError as error:
+            if names:
+                raise
+            notes.append(f"left out: {error}")
+    if not found:
+        raise RunError("\n".join(note.removeprefix("left out: ") for note in notes))
+    return found, notes
+
+
+def _task(
+    config: RunConfig, builder: TaskBuilder, adapter: RunAdapter, source: Path, choice: DataChoice
+) -> Task:
+    """Returns an adapter as a task that begins with its weights, and whose evaluation data was chosen."""
+    own = adapter.config
+    data = _data(config, adapter, choice)
+    update = {
+        "init_from": str(source),
+        "lora": None,
+        "dataset": data.name,
+        "eval_dataset": data.name,
+        "eval_exact_match": False,
+    }
+    try:
+        task = builder.build(own.model_copy(update=update), [*adapter.datasets, data])
+    except RunError as error:
+        raise RunError(f"{own.name}: {error}") from error
+    if task.objective.reference == START:
+        raise RunError(
+            f"{own.name}: its objective compares with the weights that it began with; this is measured while "
+            "it trains only (eval_dataset)"
+        )
+    return task
+
+
+def _data(config: RunConfig, adapter: RunAdapter, choice: DataChoice) -> DatasetConfig:
+    own = adapter.config
+    known = {data.name: data for data in [*config.datasets, *adapter.datasets]}
+    if choice.dataset is not None and choice.file is not None:
+        raise RunError("give --dataset or --data, not both")
+    if choice.format is not None and choice.file is None:
+        raise RunError("--format is of the file in --data; datasets of the run have theirs")
+    if choice.file is not None:
+        path = choice.file.absolute()
+        if not path.is_file():
+            raise RunError(f"--data: there is no file {path}")
+        try:
+            fields = {
+                "name": path.name,
+                "path": str(path),
+                "format": choice.format or known[own.dataset].format,
+            }
+            return DatasetConfig.model_validate(fields)
+        except ValidationError as error:
+            raise RunError(f"--data: {first_fault(error)}") from error
+    name = choice.dataset or own.eval_dataset
+    if name is None:
+        raise RunError(
+            f"{own.name}: has no eval_dataset; give --dataset NAME ({', '.join(known)}) or --data FILE"
+        )
+    if name not in known:
+        raise RunError(f"--dataset: no dataset is named {name!r}; {nearest(name, list(known), 'datasets')}")
+    return known[name]
+
+
+def _measure(
+    config: RunConfig,
+    stack: ExitStack,
+    tasks: Sequence[Task],
+    steps: Mapping[str, int],
+    choice: DataChoice,
+) -> list[Measured]:
+    """Returns the results of the base model on each dataset, then those of adapters."""
+    dtype = dtype_of(config)
+    try:
+        device = choose_device(config.device, dtype)
+        engine = stack.enter_context(
+            Engine(config.base_model, device=device, dtype=dtype, quantization=config.quantization)
+        )
+        for task in tasks:
+            engine.create_adapter(
+                task.name, None, task.optim, objective=task.config.objective, init_from=task.config.init_from
+            )
+        results = []
+        for task in _of_base(tasks):  # one by one: they share a name
+            results += _results(engine, config, [task], steps, choice)
+        for start in range(0, len(tasks), AT_ONCE):
+            results += _results(engine, config, tasks[start : start + AT_ONCE], steps, choice)
+        return results
+    except (ValueError, OSError, SafetensorError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(first_line(error)) from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunError("out of memory while evaluating; name fewer adapters") from error
+
+
+def _of_base(tasks: Sequence[Task]) -> list[Task]:
+    """Returns a task of the base model for each dataset that it can be measured on."""
+    found: dict[int, Task] = {}
+    for task in tasks:
+        if type(task.objective) is CrossEntropy:
+            found.setdefault(
+                id(task.eval_data), replace(task, config=task.config.model_copy(update={"name": BASE}))
+            )
+    return list(found.values())
+
+
+def _results(
+    engine: Engine,
+    config: RunConfig,
+    tasks: Sequence[Task],
+    steps: Mapping[str, int],
+    choice: DataChoice,
+) -> list[Measured]:
+    losses = evaluate_losses(engine, tasks, _always)
+    prompted = [task for task in tasks if choice.exact_match and _has_prompts(task.eval_data)]
+    exact: Mapping[str, float] = {}
+    if prompted:
+        exact = exact_matches(
+            engine, prompted, BaseInfo(config.base_model, config.base_folder).tokenizer(), _always
+        )
+    results = []
+    for task in tasks:
+        assert task.eval_data is not None
+        found, name = losses[task.name], task.name
+        if found.fault:
+            raise RunError(f"{name}: {found.fault}")
+        loss = found.loss_sum / found.units if found.units else math.nan
+        metrics = {key: value for key, value in found.mean_metrics().items() if key != "loss"}
+        count = len(task.eval_data.samples)
+        dataset = str(task.config.eval_dataset)
+        results.append(
+            Measured(name, dataset, steps.get(name), count, found.tokens, loss, exact.get(name), metrics)
+        )
+    return results
+
+
+def _has_prompts(data: Dataset | None) -> bool:
+    return data is not None and bool(data.prompts) and all(prompt.input_ids for prompt in data.prompts)
+
+
+def _always(lengths: Mapping[str, Sequence[int]]) -> bool:
+    return True

@@ -1,0 +1,127 @@
+"""Exports an adapter of a run as a PEFT folder with its tokenizer and a model card."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+
+from mlora.config.run_config import RunConfig
+from mlora.errors import RunError
+from mlora.files.new_folder import check_new, new_folder
+from mlora.model.base_info import BaseInfo
+from mlora.run.handoff.adapters import FoundWeights, RunAdapter, find_weights, named_adapter, open_run
+from mlora.run.handoff.model_card import lora_facts, training_facts, write_card
+from mlora.run.handoff.peft_folders import empty_model, write_peft_folder
+from mlora.run.handoff.portable import is_portable, make_portable
+from mlora.run.handoff.servers import serving_lines
+from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
+from mlora_ext.nn.interop.peft_folder import WEIGHTS
+from mlora_ext.nn.interop.read_folder import read_config
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was exported.
+
+    Attributes:
+        weights: where they came from.
+        folder: the new folder.
+        served: how to serve it: command lines, or why servers do not read the folder.
+    """
+
+    weights: FoundWeights
+    folder: Path
+    served: list[str]
+
+
+def export_adapter(
+    run_dir: Path | str,
+    name: str,
+    *,
+    checkpoint: int | None = None,
+    portable: bool = False,
+    output: Path | str | None = None,
+) -> Exported:
+    """Writes an adapter as a PEFT folder, also while its run is at work.
+
+    Args:
+        run_dir: the run's ``output_dir``.
+        name: of the adapter.
+        checkpoint: the iteration in the name of a checkpoint; None = the weights with which the adapter
+            ended, or those of the newest checkpoint if it has not ended.
+        portable: one rank and a scaling of 1, for servers; see `mlora.run.handoff.portable`.
+        output: the new folder; default: ``exports/NAME`` in the run's folder.
+
+    Raises:
+        RunError: there is no such run, adapter or checkpoint, the output holds something, the adapter cannot
+            be portable, or the disk is full. Nothing is left behind.
+    """
+    folder, config, adapters = open_run(run_dir)
+    adapter = named_adapter(folder, adapters, name)
+    ending = ("" if checkpoint is None else f"-checkpoint-{checkpoint}") + ("-portable" if portable else "")
+    target = folder.path / "exports" / f"{name}{ending}" if output is None else Path(output).absolute()
+    check_new(target, "--output")
+    found = find_weights(folder, name, checkpoint)
+    with new_folder(target, "--output") as scratch:
+        write_peft_folder(config, adapter, found, scratch)
+        served = _for_servers(config, name, scratch, target, portable=portable)
+        save_tokenizer(BaseInfo(config.base_model, config.base_folder), scratch)
+        card_of(config, adapter, found, scratch)
+    return Exported(found, target, served)
+
+
+def _for_servers(config: RunConfig, name: str, scratch: Path, target: Path, *, portable: bool) -> list[str]:
+    """Makes a folder portable, if asked to, and returns how servers take it."""
+    try:
+        model = empty_model(config)
+        lora = read_config(scratch)
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    if task_heads(lora) and not portable:
+        return [f"servers do not read adapters of task_type {task_of(lora)}; load the folder with PEFT"]
+    if portable:
+        make_portable(scratch, model, name)
+    elif not is_portable(lora, name, model):
+        return ["not every server reads this folder as it is; --portable writes one that they do"]
+    lines = serving_lines(config.base_model, name, target, rank_of(scratch))
+    if config.quantization is not None:
+        how = config.quantization.method
+        lines.append(f"the adapter was trained over a base quantized with {how}: quantize it alike, or merge")
+    return lines
+
+
+def rank_of(folder: Path) -> int:
+    """Returns the largest rank of a PEFT folder's tensors."""
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        shapes = [file.get_slice(key).get_shape() for key in file.keys() if ".lora_A." in key]  # noqa: SIM118
+    return max((shape[0] for shape in shapes), default=0)
+
+
+def save_tokenizer(base: BaseInfo, folder: Path) -> None:
+    """Saves a base model's tokenizer, with its chat template; a base that has none is left without."""
+    with contextlib.suppress(RunError):
+        base.tokenizer().save_pretrained(str(folder))
+
+
+def card_of(config: RunConfig, adapter: RunAdapter, found: FoundWeights, folder: Path) -> None:
+    """Writes the card of an adapter's folder."""
+    lora = read_config(folder)
+    quantized = {} if config.quantization is None else {"Base quantized with": config.quantization.method}
+    own = adapter.config
+    write_card(
+        folder,
+        found.name,
+        config.base_model,
+        "adapter",
+        task_of(lora) if task_heads(lora) else None,
+        lora_facts(lora) | training_facts(own, step=found.step) | quantized | losses_of(found),
+        labels=labels_of(lora).get("num_labels"),
+    )
+
+
+def losses_of(found: FoundWeights) -> dict[str, str]:
+    """Returns what is known of an adapter's losses."""
+    return {key: f"{value:.4f}" for key, value in found.losses.items()}
