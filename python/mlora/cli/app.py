@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from mlora.cli.common import RunDir, begin, command, quantizes, reporter, run_here, start_stages
+from mlora.cli.examples import examples
 from mlora.cli.generate import generate
 from mlora.cli.queue import CHANGES, change_tasks, status, submit
 from mlora.cli.simulate import simulate
@@ -189,6 +190,7 @@ for name, what in CHANGES.items():
 
 
 app.command()(generate)
+app.command()(examples)
 app.add_typer(simulate, name="simulate")
 
 
