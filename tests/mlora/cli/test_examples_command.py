@@ -19,7 +19,8 @@ def test_all_examples_are_copied(run: Run, tmp_path: Path) -> None:
     result = run("examples", folder)
     assert (result.exit_code, result.stdout) == (
         0,
-        f"{folder}: written; README.md lists the examples. To begin: mlora train {folder}/quickstart.yaml\n",
+        f"{folder}: written; its README.md lists the examples\n"
+        f"to begin: mlora train {folder}/quickstart.yaml\n",
     )
     assert files_of(folder) == files_of(EXAMPLES)
     config = load_config(folder / "quickstart.yaml")
