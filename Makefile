@@ -4,6 +4,7 @@
 # make peers:      tests that need TRL, bitsandbytes or torchao, in an environment of their own beside .venv
 # make gptq:       tests that need gptqmodel, in an environment of their own beside .venv
 # make docs:       the documentation's site in build/site, in an environment of its own
+# make wheels:     the source archive and a wheel for this Python in dist/; WHEELS="--python python3.12" for others
 # make soak:       long randomised runs; the log is kept in docs/soak.md
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,7 +14,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinit
 PARALLEL := -n $(WORKERS) --dist worksteal
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test suite peers gptq docs check style types format nightly soak bench clean
+.PHONY: env quickstart test suite peers gptq docs check style types format nightly soak bench wheels clean
 
 env: $(STAMP)
 
@@ -95,6 +96,9 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/bench_linear.py
 	$(BIN)/python bench/bench_train.py
+
+wheels:
+	$(PYTHON) .ci/build_wheels.py $(WHEELS)
 
 clean:
 	rm -rf build .venv .venv-peers .venv-gptq .venv-docs

@@ -57,7 +57,12 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    packages=find_packages(include=["mlora_ext", "mlora_ext.*"]) + find_packages("python"),
+    # the examples go into the package as data, for `mlora examples`
+    packages=[
+        *find_packages(include=["mlora_ext", "mlora_ext.*"]),
+        *find_packages("python"),
+        "mlora.examples",
+    ],
     ext_modules=[Extension("mlora_ext._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

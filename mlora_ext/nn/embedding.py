@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..adapters.kind import LayerSpec, ParameterSpec
 from ..adapters.lora_config import init_kind
 from ..adapters.trained_parts import TRAINED_ROWS
+from ..never_compiled import never_compiled
 from .over_module import OverModule, RowSource, plain_module
 from .routing.row_groups import by_adapter, row_groups
 from .trained.rows import positions, start_rows
@@ -78,7 +79,7 @@ class MultiLoRAEmbedding(RowSource, OverModule):
         y: Tensor = self.base(ids, *args, **kwargs)
         return self._routed(ids, y) if self.group.adapters else y
 
-    @torch.compiler.disable
+    @never_compiled
     def _routed(self, ids: Tensor, y: Tensor) -> Tensor:
         routed = self.routed(ids.unsqueeze(-1))
         if routed is None:

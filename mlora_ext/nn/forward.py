@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
+from ..never_compiled import never_compiled
 from .active_adapters import refuse_bypassed_head
 from .routing import locate, selected_rows
 from .routing.locate import contents_of, rows_per_sample
@@ -79,7 +79,7 @@ def _counting_copies(model: nn.Module, route: Route) -> Iterator[None]:
         del model.__dict__["_expand_inputs_for_generation"]
 
 
-@torch.compiler.disable
+@never_compiled
 def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     router = router_of(model)
     router.leave_interrupted()
@@ -115,7 +115,7 @@ def _refuse_names(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         )
 
 
-@torch.compiler.disable
+@never_compiled
 def _after_forward(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     router_of(model).end_call(output, model.training)
 

@@ -8,6 +8,7 @@ from torch._subclasses import FakeTensor
 
 from ...frozen.experts import ExpertsWeight, Groups
 from ...frozen.linear import frozen_linear
+from ...never_compiled import never_compiled
 from ...ops.experts import hold_experts, lora_experts
 from ...ops.functional import lora_linear_held
 from ...ops.held import HeldAdapters
@@ -44,7 +45,7 @@ class MultiLoRAExperts(ParameterLayer):
         module = self.base
         return ExpertsWeight(self._parameters, parameter, module.is_transposed, module.has_bias, groups)
 
-    @torch.compiler.disable
+    @never_compiled
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Applies the experts that the router has chosen.
 

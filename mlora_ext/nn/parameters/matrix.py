@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...frozen.linear import frozen_linear
 from ...frozen.plain import PlainWeight
+from ...never_compiled import never_compiled
 from ...ops.functional import lora_linear_held, lora_linear_rows
 from ...ops.held import HeldAdapters, hold
 from ..routing.route import RouteTensors
@@ -45,7 +46,7 @@ class MultiLoRAMatrix(ParameterLayer):
     def frozen_parameter(self, parameter: str) -> PlainWeight:
         return OwnMatrix(self._parameters, parameter)
 
-    @torch.compiler.disable
+    @never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; its rows are those of the active route.
 

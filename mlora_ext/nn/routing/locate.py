@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ...never_compiled import never_compiled
 from ..adapter_layer import AdapterLayer
 from ..linear import MultiLoRALinear
 from ..trained.copies import Copies
@@ -55,7 +56,7 @@ def _encoder(model: nn.Module) -> nn.Module | None:
     return encoder if isinstance(encoder, nn.Module) and encoder is not model else None
 
 
-@torch.compiler.disable
+@never_compiled
 def _before_encoder(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not any(isinstance(module, AdapterLayer) for module in encoder.modules()):
         return

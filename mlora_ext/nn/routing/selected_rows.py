@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...never_compiled import never_compiled
 from ...ops.segments import SegmentLayout
 from ...out_of_memory import is_out_of_memory
 from ..adapter_layer import AdapterLayer
@@ -53,7 +54,7 @@ class SelectedRows:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    @torch.compiler.disable
+    @never_compiled
     def before(self, container: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tells the router which rows each part will get, if no other rule tells that of its layers."""
         layers = [part for part in container.modules() if isinstance(part, AdapterLayer) and part.specs]

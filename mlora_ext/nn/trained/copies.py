@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...adapters.kind import LayerSpec, TensorSpec
 from ...adapters.trained_parts import TRAINED_COPY
 from ...frozen.plain import PlainWeight
+from ...never_compiled import never_compiled
 from ..adapter_layer import AdapterLayer
 from ..batch_statistics import follow_mode
 from ..linear import MultiLoRALinear
@@ -146,7 +147,7 @@ class TrainedCopies(OverModule):
             return self.base(x, *args, **kwargs)
         return self._routed(x, args, kwargs)
 
-    @torch.compiler.disable
+    @never_compiled
     def _routed(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = x if x.is_floating_point() else x.unsqueeze(-1)
         routed = self.routed(rows)

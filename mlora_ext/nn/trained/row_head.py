@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor
 
 from ...adapters.kind import LayerSpec, ParameterSpec
 from ...adapters.trained_parts import TRAINED_ROWS
+from ...never_compiled import never_compiled
 from ..over_module import OverModule, RowSource, plain_module
 from ..plain_linear import is_plain_linear, is_transposed
 from ..routing.row_groups import by_adapter, row_groups
@@ -65,7 +66,7 @@ class TrainedRowsLinear(RowSource, OverModule):
         y: Tensor = self.base(x)
         return self._routed(x, y) if self.group.adapters else y
 
-    @torch.compiler.disable
+    @never_compiled
     def _routed(self, x: Tensor, y: Tensor) -> Tensor:
         routed = self.routed(x)
         if routed is None:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ...adapters.kind import TensorSpec
 from ...adapters.trained_parts import TRAINED_COPY
+from ...never_compiled import never_compiled
 from ..over_module import plain_module
 from ..routing.row_groups import by_adapter, row_groups
 from .copies import TrainedCopies, acts_on_samples, why_not_copied
@@ -58,7 +59,7 @@ class SampleCopies(TrainedCopies):
             return self.base(*args, **kwargs)
         return self._by_sample(args, kwargs)
 
-    @torch.compiler.disable
+    @never_compiled
     def _by_sample(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, form = pytree.tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

@@ -13,6 +13,7 @@ import typer
 
 from mlora.cli.common import RunDir, begin, command, quantizes, reporter, run_here, start_stages
 from mlora.cli.data import data
+from mlora.cli.examples import examples
 from mlora.cli.generate import generate
 from mlora.cli.handoff import evaluate, export, merge
 from mlora.cli.queue import CHANGES, change_tasks, status, stop, submit
@@ -200,6 +201,7 @@ app.command()(schema)
 app.command()(evaluate)
 app.command()(export)
 app.command()(merge)
+app.command()(examples)
 app.add_typer(simulate, name="simulate")
 
 

@@ -22,7 +22,7 @@ from mlora.files.run_folder import RunFolder
 from mlora.model.base_info import BaseInfo
 from mlora.objectives.objective import CrossEntropy
 from mlora.objectives.options import START
-from mlora.run.evaluation import evaluate_losses, exact_matches
+from mlora.run.evaluation import Answers, answer_prompts, evaluate_losses
 from mlora.run.handoff.adapters import FoundWeights, RunAdapter, find_weights, named_adapter, open_run
 from mlora.run.handoff.peft_folders import peft_folder_of
 from mlora.tasks.result import columns_of
@@ -261,11 +261,10 @@ def _results(
 ) -> list[Measured]:
     losses = evaluate_losses(engine, tasks, _always)
     prompted = [task for task in tasks if choice.exact_match and _has_prompts(task.eval_data)]
-    exact: Mapping[str, float] = {}
+    answers: Mapping[str, Answers] = {}
     if prompted:
-        exact = exact_matches(
-            engine, prompted, BaseInfo(config.base_model, config.base_folder).tokenizer(), _always
-        )
+        tokenizer = BaseInfo(config.base_model, config.base_folder).tokenizer()
+        answers = answer_prompts(engine, prompted, tokenizer, _always)
     results = []
     for task in tasks:
         assert task.eval_data is not None
@@ -276,9 +275,8 @@ def _results(
         metrics = {key: value for key, value in found.mean_metrics().items() if key != "loss"}
         count = len(task.eval_data.samples)
         dataset = str(task.config.eval_dataset)
-        results.append(
-            Measured(name, dataset, steps.get(name), count, found.tokens, loss, exact.get(name), metrics)
-        )
+        exact = answers[name].share if name in answers else None
+        results.append(Measured(name, dataset, steps.get(name), count, found.tokens, loss, exact, metrics))
     return results
 
 
