@@ -24,7 +24,7 @@ def module_name(path: Path) -> str:
 def test_imports_run_down_the_layers() -> None:
     arrows = layers.folder_imports(layers.module_imports(layers.python_files(MLORA), MLORA.parent))
     assert layers.upward_imports(arrows) == []
-    assert sum(len(others - set(layers.BELOW_ALL)) for others in arrows.values()) <= 90
+    assert sum(len(others - set(layers.BELOW_ALL)) for others in arrows.values()) <= 95
 
 
 @pytest.mark.parametrize(

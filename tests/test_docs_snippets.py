@@ -66,6 +66,8 @@ def fault_of(line: str) -> str:
     try:
         command.make_context(words[0], list(rest))
     except UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group of commands alone prints its help
+            return ""
         return f"{line}: {error.format_message()}"  # type: ignore[attr-defined]
     except typer.Exit:
         return ""

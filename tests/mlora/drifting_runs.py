@@ -13,6 +13,7 @@ import pytest
 from mlora.config.sections import SchedulerConfig
 from mlora.data.dataset import Sample
 from mlora.data.sampler import BatchPlan
+from mlora.data.token_table import Samples
 from mlora.engine.memory_limit import MIB, MemoryLimit
 from mlora.files.run_folder import RunFolder
 from mlora.planning.task_memory import LIMIT
@@ -241,7 +242,7 @@ def _task(name: str, priority: int, rows: int, steps: int) -> Any:
         lora=None,
         optim=None,
         eval_data=None,
-        data=SimpleNamespace(samples=[Sample(tuple(range(rows)), tuple(range(rows)))]),
+        data=SimpleNamespace(samples=Samples.of([(Sample(tuple(range(rows)), tuple(range(rows))), None)])),
         usual_lengths=lengths,
         kept_step=None,
         plan=BatchPlan(1, 1, 1, False, 0),
@@ -249,6 +250,6 @@ def _task(name: str, priority: int, rows: int, steps: int) -> Any:
         progress=Progress(),
         next_lengths=lambda: lengths,
         lengths=lambda samples: lengths,
-        objective=SimpleNamespace(reference=None),
+        objective=SimpleNamespace(reference=None, takes="sequences"),
         alive=True,
     )

@@ -124,11 +124,6 @@ class Source:
         return f"{self.path} {builder.config.name} {self.split or 'train'} {builder.hash}"
 
     @property
-    def is_there(self) -> bool:
-        """Whether the file or folder exists; the hub is not asked."""
-        return is_hub_dataset(self.path) or os.path.exists(self.path)
-
-    @property
     def version(self) -> tuple[int, int] | None:
         """What tells a file from one that was there before it; None of all else."""
         with suppress(OSError):

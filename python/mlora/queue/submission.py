@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,10 @@ from pydantic import ValidationError
 
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import AdapterConfig, RunConfig
-from mlora.config.sections import DatasetConfig
+from mlora.config.sections import DatasetConfig, is_hub_dataset
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import is_trial
 from mlora.config.yaml_file import read_yaml
-from mlora.data.source import sources_of
 from mlora.errors import RunError, first_fault, first_line
 
 
@@ -45,9 +45,9 @@ def read_submission(path: Path, config: RunConfig, taken: Collection[str]) -> di
     used = {new.dataset, new.eval_dataset}
     known = [dataset for dataset in resolved.datasets if dataset.name in used]
     for dataset in known:
-        for source, _ in sources_of(dataset):
-            if not source.is_there:
-                raise RunError(f"{path}: dataset {dataset.name!r}: {source.path} does not exist")
+        for file in dataset.path:
+            if not is_hub_dataset(file.path) and not os.path.exists(file.path):
+                raise RunError(f"{path}: dataset {dataset.name!r}: {file.path} does not exist")
     if new.init_from is not None and not (Path(new.init_from) / "adapter_config.json").is_file():
         raise RunError(f"{path}: init_from: {new.init_from} has no adapter_config.json")
     return {"adapter": new.model_dump(), "datasets": [dataset.model_dump() for dataset in known]}

@@ -14,6 +14,7 @@ from mlora.config.sections import SchedulerConfig
 from mlora.data.dataset import Sample
 from mlora.data.record import sequence_lengths
 from mlora.data.sampler import BatchPlan
+from mlora.data.token_table import Samples
 from mlora.engine.memory_limit import Candidate
 from mlora.files.run_folder import RunFolder
 from mlora.objectives.objective import CrossEntropy
@@ -115,7 +116,7 @@ def task(name: str, priority: int, takes: int, rows: int, steps: int) -> Any:
         optim=takes,
         seed=0,
         eval_data=None,
-        data=SimpleNamespace(samples=[Sample(tuple(range(rows)), tuple(range(rows)))]),
+        data=SimpleNamespace(samples=Samples.of([(Sample(tuple(range(rows)), tuple(range(rows))), None)])),
         usual_lengths=[rows],
         plan=BatchPlan(1, 1, 1, False, 0),
         total_steps=steps,
