@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from limited_runs import Watching, ask, interrupt, submission
+from limited_runs import Watching, ask, five_tasks, interrupt, replace_memory, submission
 from mlora.config.config_file import load_config, resolve_config
 from mlora.errors import RunError
 from mlora.run.run import resume, train
@@ -158,6 +158,29 @@ def test_a_resumed_run_is_the_same(tiny_base: Path, tmp_path: Path, stages: int,
         "stopped by EarlyStoppingCallback",
         "stopped by Counting",
     ]
+
+
+@pytest.mark.parametrize("step", [2, 5, 9])
+def test_they_wait_with_their_adapter(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Under a limit on memory, tasks are set aside and come back, also over an interruption."""
+    replace_memory(monkeypatch)
+    noted: dict[str, list[str]] = {}
+
+    class Beginning(Counting):
+        def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+            noted.setdefault(args.run_name, []).append("begin")
+
+    data = five_tasks(tiny_base, tmp_path, fit=2)
+    whole = run(data, tmp_path, lambda name: Beginning(2), name="whole")
+    assert [one.step for one in whole.adapters.values()] == [2] * 5
+    assert set(map(len, noted.values())) == {1}  # also of those that were set aside
+    watching = Watching({step: interrupt})
+    assert run(data, tmp_path, lambda name: Beginning(2), reporter=watching).status == "interrupted"
+    resume(tmp_path / "run", callbacks=[lambda name: Beginning(2)])
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
 def test_a_resume_without_them_says_so(tiny_base: Path, tmp_path: Path) -> None:
