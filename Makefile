@@ -1,7 +1,7 @@
 # make quickstart: set everything up and train four adapters together
 # make test:       set everything up, check style and types, run the tests
 # make nightly:    all families of models; the tests under other instruction sets, threads and orders
-# make peers:      tests that need TRL, bitsandbytes or torchao, in an environment of their own beside .venv
+# make peers:      tests that need TRL, bitsandbytes, torchao or trackers, in an environment of their own beside .venv
 # make gptq:       tests that need gptqmodel, in an environment of their own beside .venv
 # make docs:       the documentation's site in build/site, in an environment of its own
 # make wheels:     the source archive and a wheel for this Python in dist/; WHEELS="--python python3.12" for others

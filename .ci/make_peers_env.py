@@ -1,4 +1,4 @@
-"""Create an environment with TRL, quantisation libraries and trackers, which sees another's packages.
+"""Create an environment with TRL, quantisation libraries and trackers, which sees another one's packages.
 
 Usage: python3 .ci/make_peers_env.py .venv .venv-peers [--gptqmodel]
 
@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 REQUIREMENTS = ["trl>=1.0", "bitsandbytes==0.50.2", "torchao==0.18.0"]
-# mlflow-skinny keeps runs in folders, and in databases with the SQLAlchemy that Optuna brings
-REQUIREMENTS += ["tensorboard==2.21.0", "wandb==0.31.0", "mlflow-skinny==3.17.2", "trackio==0.43.0"]
+# mlflow-skinny is mlflow without its server; the tests keep runs in folders
+TRACKERS = ["tensorboard==2.21.0", "wandb==0.31.0", "mlflow-skinny==3.17.2", "trackio==0.43.0"]
 
 # gptqmodel works with our torch, but its metadata asks for a newer one
 GPTQMODEL = ["optimum==2.3.0", "requests", "threadpoolctl>=3.7"]
@@ -36,7 +36,7 @@ def main(base: Path, env: Path, gptqmodel: bool) -> None:
     # addsitedir also follows the .pth files there, which a plain line would not
     (own / "base.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n")
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
-    subprocess.run([*command, *REQUIREMENTS, *(GPTQMODEL if gptqmodel else ())], check=True)
+    subprocess.run([*command, *REQUIREMENTS, *(GPTQMODEL if gptqmodel else TRACKERS)], check=True)
     if gptqmodel:
         subprocess.run([*command, "--no-deps", *WITHOUT_TORCH], check=True)
 

@@ -21,6 +21,7 @@ from mlora.config.inherited import inherited
 from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
 from mlora.config.sections import OF_TASKS
 from mlora.config.strict import Strict, resolve_path, wrong_key
+from mlora.config.tracking import placed_callback
 from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import CROSS_ENTROPY, name_of, with_place
 
@@ -39,6 +40,8 @@ def _found(key: str, value: Any, info: ValidationInfo) -> Any:
         return resolve_path(value, info)
     if key == "objective":
         return with_place(value, (info.context or {}).get("folder", "."))
+    if key == "callbacks" and isinstance(value, list):
+        return [placed_callback(one, (info.context or {}).get("folder", ".")) for one in value]
     return value
 
 

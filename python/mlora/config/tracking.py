@@ -36,8 +36,11 @@ def tracker_names(value: Any) -> Any:
 
 
 def missing_packages(trackers: Sequence[str]) -> list[str]:
-    """Returns those of the trackers that are not installed."""
-    return [name for name in trackers if find_spec(name) is None]
+    """Returns those of the trackers that are not installed.
+
+    A plain folder with such a name, as wandb leaves in the working directory, is no package.
+    """
+    return [name for name in trackers if (spec := find_spec(name)) is None or spec.origin is None]
 
 
 def placed_callback(value: Any, folder: Path | str) -> Any:

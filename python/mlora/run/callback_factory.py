@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 def check_callbacks(config: RunConfig) -> None:
     """Imports the callbacks that a config names; RunError if one cannot be imported."""
-    for adapter in config.adapters:
-        for index, spec in enumerate(adapter.callbacks or ()):
-            _imported(spec, f"{adapter.name}: callbacks[{index}]")
+    found = [(adapter.name, adapter.callbacks) for adapter in config.adapters]
+    if config.sweep:
+        shared = config.defaults.callbacks
+        found += [("sweep", sample.get("callbacks", shared)) for sample in config.sweep.samples()]
+    for name, specs in found:
+        for index, spec in enumerate(specs or ()):
+            _imported(spec, f"{name}: callbacks[{index}]")
 
 
 def check_given(given: Sequence[Any]) -> None:
@@ -84,10 +88,10 @@ def _is_callback(one: Any) -> bool:
     return isinstance(one, TrainerCallback)
 
 
-class _Refusals:
+class Refusals:
     """Raises whatever making a callback raises as a RunError: code of users may raise anything."""
 
-    def __init__(self, where: str, hint: str) -> None:
+    def __init__(self, where: str, hint: str = "") -> None:
         self._where, self._hint = where, hint
 
     def __enter__(self) -> None:
@@ -100,7 +104,7 @@ class _Refusals:
 
 
 def _made(make: Callable[[], Any], where: str, hint: str = "") -> list[TrainerCallback]:
-    with _Refusals(where, hint):
+    with Refusals(where, hint):
         made = make()
     found = [] if made is None else list(made) if isinstance(made, list | tuple) else [made]
     for one in found:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import choose_device, dtype_of
 from mlora.config.run_config import RunConfig
-from mlora.errors import first_line
-from mlora.run.callback_factory import check_given, given_callbacks, named_callbacks
+from mlora.errors import RunError, first_line
+from mlora.run.callback_factory import Refusals, check_given, given_callbacks, named_callbacks
 from mlora.run.logs import logs_of
 from mlora.run.reporter import Reporter
 from mlora.tasks.task import Task
@@ -44,6 +44,7 @@ class Callbacks(Reporter):
         self._config, self._given, self._reporter = config, given, reporter
         self._made: dict[str, list[TrainerCallback]] = {}
         self._live: dict[str, _AdapterCallbacks] = {}
+        self._refused: dict[str, str] = {}
 
     def make(self, adapter: str, specs: Sequence[Any] | None) -> list[TrainerCallback]:
         """Returns an adapter's callbacks, made on the first call; RunError if one cannot be made.
@@ -59,7 +60,12 @@ class Callbacks(Reporter):
         """Begins an adapter's training, or goes on with it after a resume; once in a process."""
         if task.name in self._live:
             return
-        callbacks, kept = self.make(task.name, task.config.callbacks), task.progress.callbacks
+        try:
+            callbacks = self.make(task.name, task.config.callbacks)
+        except RunError as error:  # of an adapter that has joined the run
+            self._refused[task.name] = str(error).removeprefix(f"{task.name}: ")
+            return
+        kept = task.progress.callbacks
         names = [type(one).__name__ for one in callbacks]
         lost = [name for name in kept.get("names", ()) if name not in names]
         if lost:
@@ -75,7 +81,7 @@ class Callbacks(Reporter):
     def failure(self, task: Task) -> str:
         """Returns why an adapter's callbacks stop it with an error; empty if they do not."""
         own = self._live.get(task.name)
-        return own.failure if own else ""
+        return own.failure if own else self._refused.get(task.name, "")
 
     def batch_begins(self, tasks: Sequence[Task]) -> None:
         """A micro-batch of these adapters begins, and so may a step and an epoch."""
@@ -124,6 +130,7 @@ class Callbacks(Reporter):
         for task in tasks:
             if own := self._live.get(task.name):
                 own.saved()
+        self.keep(tasks)  # shows whether that is possible
 
     def keep(self, tasks: Sequence[Task]) -> None:
         """Puts into the progress of adapters what a checkpoint needs."""
@@ -165,7 +172,7 @@ class _AdapterCallbacks:
         self._state = state_of(task, self._args)
         self._epoch: int | None = None  # the one under way, from 0
         if task.progress.callbacks:
-            with _Failures(self, "the checkpoint", "from_state"):
+            with Refusals(f"{task.name}: callbacks: their states cannot be restored"):
                 self._restore(task.progress.callbacks)
 
     def _restore(self, kept: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from limited_runs import Watching, interrupt
+from limited_runs import Watching, ask, five_tasks, interrupt, replace_memory, submission
 from mlora.config.config_file import load_config, resolve_config
 from mlora.errors import RunError
 from mlora.run.run import resume, train
@@ -158,6 +158,29 @@ def test_a_resumed_run_is_the_same(tiny_base: Path, tmp_path: Path, stages: int,
         "stopped by EarlyStoppingCallback",
         "stopped by Counting",
     ]
+
+
+@pytest.mark.parametrize("step", [2, 5, 9])
+def test_they_wait_with_their_adapter(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Under a limit on memory, tasks are set aside and come back, also over an interruption."""
+    replace_memory(monkeypatch)
+    noted: dict[str, list[str]] = {}
+
+    class Beginning(Counting):
+        def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+            noted.setdefault(args.run_name, []).append("begin")
+
+    data = five_tasks(tiny_base, tmp_path, fit=2)
+    whole = run(data, tmp_path, lambda name: Beginning(2), name="whole")
+    assert [one.step for one in whole.adapters.values()] == [2] * 5
+    assert set(map(len, noted.values())) == {1}  # also of those that were set aside
+    watching = Watching({step: interrupt})
+    assert run(data, tmp_path, lambda name: Beginning(2), reporter=watching).status == "interrupted"
+    resume(tmp_path / "run", callbacks=[lambda name: Beginning(2)])
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
 def test_a_resume_without_them_says_so(tiny_base: Path, tmp_path: Path) -> None:
@@ -458,3 +481,56 @@ def test_the_resolved_config_holds_them(tiny_base: Path, tmp_path: Path) -> None
     train(load_config(write_run(tmp_path, data)))
     kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert kept["adapters"][0]["callbacks"] == [{"name": f"{tmp_path / 'stop_at.py'}:StopAt", "step": 1}]
+
+
+def test_one_that_joins_and_cannot_be_made_is_stopped(tiny_base: Path, tmp_path: Path) -> None:
+    """The run goes on: only an adapter of its own config refuses it before training."""
+    data = run_data(tiny_base, tmp_path)
+    late = submission(data, tmp_path, "late", callbacks=["transformers:NoSuchCallback"])
+    joining = Watching({("second", 2): lambda: ask(tmp_path / "run", "submit", "late", late)})
+    result = run(data, tmp_path, reporter=joining)
+    assert (result.adapters["late"].state, result.adapters["late"].step) == ("stopped", 0)
+    assert "callbacks[0]: transformers:NoSuchCallback: cannot be imported" in result.adapters["late"].message
+    assert [result.adapters[name].step for name in ("first", "second")] == [6, 9]
+
+
+def test_a_state_that_cannot_be_kept_stops_its_adapter(tiny_base: Path, tmp_path: Path) -> None:
+    class Odd(Counting):
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"odd": {1, 2}}}
+
+    result = run(run_data(tiny_base, tmp_path), tmp_path, of("second", Odd(99)))
+    second = result.adapters["second"]
+    assert second.message.startswith("a callback failed in state: TypeError: Object of type set is not JSON")
+    assert (second.step, result.adapters["first"].step) == (2, 6)
+
+
+def test_a_state_that_cannot_be_restored_refuses_the_resume(tiny_base: Path, tmp_path: Path) -> None:
+    """Nothing is lost: with the right class the run goes on."""
+
+    class Changed(TrainerCallback, ExportableState):
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {}}
+
+    Changed.__name__ = "Counting"
+    watching = Watching({("first", 1): interrupt})
+    run(run_data(tiny_base, tmp_path), tmp_path, of("second", Counting(5)), reporter=watching)
+    with pytest.raises(
+        RunError, match=r"second: callbacks: their states cannot be restored: TypeError: .* no arguments"
+    ):
+        resume(tmp_path / "run", callbacks=[of("second", Changed())])
+    assert resume(tmp_path / "run", callbacks=[of("second", Counting(5))]).adapters["second"].step == 5
+
+
+def test_trials_have_callbacks(tiny_base: Path, tmp_path: Path) -> None:
+    """Of a file beside the YAML, named among the fields that all trials share."""
+    (tmp_path / "stop_at.py").write_text(FILE)
+    data = run_data(tiny_base, tmp_path)
+    shared = {"dataset": "two", "eval_dataset": "one", "lora": {"r": 2, "target_modules": ["q_proj"]}}
+    shared["callbacks"] = [{"name": "stop_at.py:StopAt", "step": 2}]
+    search = {"learning_rate": {"choice": [1e-3, 1e-4]}}
+    del data["adapters"]
+    data["sweep"] = {"sampler": "grid", "metric": "eval_loss", "adapter": shared, "search": search}
+    result = train(load_config(write_run(tmp_path, data)))
+    assert [one.step for one in result.adapters.values()] == [2, 2]
+    assert {one.message for one in result.adapters.values()} == {"stopped by StopAt"}

@@ -243,7 +243,7 @@ def relabel(name: str, label: Any, line: int = 2) -> Callable[[dict[str, Any], P
 @pytest.mark.parametrize(
     ("changed", "name", "message"),
     [
-        (change("mood", num_labels=3), "mood", "num_labels: is 3, but the dataset 'mood' has 2 labels; leave it"),
+        (change("mood", num_labels=3), "mood", "num_labels: is 3, but the dataset 'mood' has 2 labels; "),
         (relabel("mood", 1), "mood", "{}/mood.jsonl:3: 'label': expected one of the known labels (bad, "),
         (relabel("length", "1"), "length", "{}/length.jsonl:3: 'label' must be a number in a regression"),
         (relabel("letters", [0, 2]), "letters", "{}/letters.jsonl:3: 'label' must hold 0 or 1 for each of 3"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -211,8 +212,10 @@ def test_only_an_interrupted_run_is_left_open(
 def test_values_of_report_to(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, expected: list[str]
 ) -> None:
+    here = {"tensorboard": "a file", "wandb": None, "trackio": "a file"}  # wandb: a folder of that name
     monkeypatch.setattr(
-        "mlora.config.tracking.find_spec", lambda name: name in ("tensorboard", "trackio") or None
+        "mlora.config.tracking.find_spec",
+        lambda name: ModuleSpec(name, None, origin=here[name]) if name in here else None,
     )
     config = resolve_config(run_data(tiny_base, tmp_path, report_to=value), folder=tmp_path)
     assert config.report_to == expected
