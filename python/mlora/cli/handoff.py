@@ -44,9 +44,9 @@ def export(
         typer.Option(metavar="DIR", help="the new folder; default: RUN_DIR/exports/ADAPTER"),
     ] = None,
 ) -> None:
-    """Write an adapter as a PEFT folder with tokenizer and model card, also while the run trains.
+    """Write an adapter of a run as a PEFT folder.
 
-    Prints the command lines of servers.
+    With tokenizer and model card. Works while the run trains, too. Prints the command lines of servers.
     """
     with command():
         _begin(run_dir)
@@ -63,7 +63,10 @@ def merge(
     output: Annotated[Path, typer.Option(metavar="DIR", help="the new folder")],
     checkpoint: Checkpoint = None,
 ) -> None:
-    """Write the base model with an adapter merged into its weights, as a Transformers folder."""
+    """Write the base model with an adapter in its weights.
+
+    The result is a Transformers folder. Works while the run trains, too.
+    """
     with command():
         _begin(run_dir)
         from mlora.run.handoff.merge import merge_adapter
@@ -95,7 +98,10 @@ def evaluate(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
 ) -> None:
-    """Measure losses and exact match of adapters and of the base model, also while the run trains."""
+    """Measure adapters of a run and its base model on a dataset.
+
+    Losses, metrics and exact match. Works while the run trains, too.
+    """
     with command():
         _begin(run_dir)
         from mlora.run.handoff.evaluate import DataChoice, evaluate_adapters

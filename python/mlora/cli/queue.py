@@ -72,9 +72,9 @@ def stop(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="tasks of the run")],
     keep: Annotated[bool, typer.Option("--keep", help="keep the weights, in adapters/NAME")] = False,
 ) -> None:
-    """End tasks of a run at its next iteration and keep their weights, as if they had finished.
+    """End tasks of a run now and keep their weights.
 
-    Needs --keep; `mlora cancel` ends tasks without keeping anything.
+    They end at the run's next iteration, as if they had finished. Needs --keep; `mlora cancel` keeps nothing.
     """
     with command():
         from mlora.queue.requests import change

@@ -11,12 +11,12 @@ from command_line import Run, only_line
 from tiny_run import run_data, write_run
 
 LONG = "x" * 300
-WITH_A_RUN = ("resume", "status", "pause", "unpause", "cancel", "submit")
+WITH_A_RUN = ("resume", "status", "pause", "unpause", "cancel", "submit", "export", "evaluate")
 
 
 def arguments(command: str, path: object) -> list[object]:
     """A command line that takes a run's folder."""
-    return [command, path, *(["first"] if command in ("pause", "unpause", "cancel", "submit") else [])]
+    return [command, path, *(["first"] if command not in ("resume", "status") else [])]
 
 
 def test_version(run: Run) -> None:

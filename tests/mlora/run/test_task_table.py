@@ -170,7 +170,7 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
     }
     config = SimpleNamespace(
         output_dir="nowhere",
-        adapters=[SimpleNamespace(name=name, priority=0) for name in coming],
+        adapters=[SimpleNamespace(name=name, priority=0, max_steps=1) for name in coming],
         sweep=None,
         at_once=len(coming),
         scheduler=SchedulerConfig(memory_limit=1, policy=policy),
