@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -347,7 +348,7 @@ def test_a_large_run_is_a_small_page(tmp_path: Path) -> None:
     assert len(text) < 2_000_000
     lines = [a["d"] or "" for tag, a in page.tags if tag == "path" and "line train" in (a["class"] or "")]
     assert len(lines) > 3 * 200
-    assert max(line.count("L") for line in lines) < max(32, min(MOST, POINTS // 200))
+    assert max(line.count("L") for line in lines) < max(32, min(2 * MOST, POINTS // 200))
     assert sum(tag == "details" for tag, _ in page.tags) == 201
     assert not any("open" in attributes for tag, attributes in page.tags if tag == "details")
 
@@ -365,6 +366,18 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     other = tmp_path / "other.html"
     assert invoke("report", folder.path, "--output", other).stdout == f"report: {other}\n"
     assert other.read_text().startswith("<!doctype html>")
+
+
+def test_an_installed_package_holds_the_template() -> None:
+    root = Path(report.__file__).parents[3]
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "mlora"
+    ]
+    files = [
+        path.relative_to(root / "python" / "mlora") for path in (root / "python" / "mlora").rglob("page.*")
+    ]
+    assert {path.suffix for path in files} == {".py", ".html", ".css", ".js"}
+    assert all(any(path.match(pattern) for pattern in listed) for path in files)
 
 
 def test_what_the_command_cannot_read_or_write(tmp_path: Path) -> None:
