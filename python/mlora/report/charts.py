@@ -122,7 +122,7 @@ def chart(
     ends = [_end(each, along, up, form) for each in series]
     return Chart(
         title=title,
-        description=f"{title}: {'; '.join(_told(each, form, across) for each in series)}",
+        description=f"{title}: {'; '.join(_told(each, form) for each in series)}",
         note=", ".join(_notes(series, up, joins=height > SMALL)),
         keys=[(each.label, each.style) for each in series],
         shapes=shapes,
@@ -209,7 +209,7 @@ def _columns(first: float, last: float, across: str, form: Form) -> list[Mark]:
     """Returns the ends of the horizontal axis."""
     if first == last:
         return [Mark(0.0, f"{across} {form(first)}")]
-    return [Mark(0.0, form(first), "start"), Mark(100.0, f"{across} {form(last)}", "end")]
+    return [Mark(0.0, form(first)), Mark(100.0, f"{across} {form(last)}")]
 
 
 def _notes(series: Sequence[Series], up: Axis, *, joins: bool) -> list[str]:
@@ -243,7 +243,8 @@ def _apart(ends: Sequence[Mark], height: int) -> list[Mark]:
     return [replace(mark, place=round(mark.place, 1)) for mark in found]
 
 
-def _told(series: Series, form: Form, across: str) -> str:
+def _told(series: Series, form: Form) -> str:
+    """Returns a curve in words, for those who do not see it."""
     first, last = series.points[0], series.points[-1]
     if first is last:
         return f"{series.label} {form(first.y)}"

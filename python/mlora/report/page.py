@@ -35,7 +35,7 @@ STATES = {
     "pruned": "\N{EN DASH}",
 }
 """The sign of each state of a run or an adapter: a state is never told by colour alone."""
-_METRIC_FORMS = {"accuracy": percent, "rewards/accuracies": percent, "exact match": percent}
+_METRIC_FORMS = {"accuracy": percent, "rewards/accuracies": percent}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def render(run: Run) -> str:
         sentence=_sentence(run),
         faults=[part for part in parts if part.state in ("refused", "stopped")],
         parts=parts,
-        columns=result_columns(run.adapters),
+        columns=result_columns(run.adapters, run.shown),
         open=len(parts) <= OPEN,
         findable=len(parts) >= FINDABLE,
         memory=_memory(run),
@@ -181,7 +181,7 @@ def _spread(adapter: Adapter, *keys: str) -> bool:
     return spreads([point.y for curve in curves for point in curve.points()])
 
 
-def _points(curves: Mapping[str, Curve], key: str, most: int) -> Sequence[Any]:
+def _points(curves: Mapping[str, Curve], key: str, most: int) -> Sequence[Point]:
     return curves[key].points(most) if key in curves else []
 
 

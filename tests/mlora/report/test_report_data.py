@@ -144,9 +144,11 @@ def test_labels_at_the_ends_of_curves_do_not_hide_each_other() -> None:
     [
         (number(0.03117), "0.0312"),
         (number(12345.6), "12,346"),
+        (number(999.7), "1,000"),
         (number(None), "\N{EN DASH}"),
         (loss(0.1), "0.100"),
         (loss(0.00002), "2e-05"),
+        (loss(999.7), "1,000"),
         (percent(0.963), "96.3%"),
         (percent(1.0), "100%"),
         (size(754 * 2**20), "754 MiB"),
@@ -157,7 +159,9 @@ def test_labels_at_the_ends_of_curves_do_not_hide_each_other() -> None:
         (duration(81.4), "1 min 21 s"),
         (duration(7500), "2 h 5 min"),
         (duration(90000), "1 d 1 h"),
-        (count(999_999), "999,999"),
+        (count(999_499), "999,499"),
+        (count(999_999), "1 M"),
+        (count(999_900_000), "1 G"),
         (count(1_830_000), "1.83 M"),
     ],
 )

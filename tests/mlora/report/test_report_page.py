@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from command_line import invoke, only_line
 from mlora import report
-from mlora.cli.run_status import read_status
+from mlora.cli.report import read
 from mlora.files.run_folder import Metrics, RunFolder
 from mlora.report.curves import MOST, Curve
 from mlora.report.page import POINTS, render
-from mlora.report.read import read_run
 from mlora.tasks.result import AdapterResult
 from report_runs import START, falling_lines, result, step, write_run_folder
 
@@ -66,8 +65,7 @@ class Page(HTMLParser):
 
 
 def page_of(folder: RunFolder) -> str:
-    status = read_status(folder.path)
-    return render(read_run(folder, status.as_json(), status.line))
+    return render(read(folder.path))
 
 
 def cells(rows: list[list[str]]) -> list[list[str]]:
@@ -341,8 +339,7 @@ def test_a_large_run_is_a_small_page(tmp_path: Path) -> None:
             shared[key].add(number, 1.0 + (number * 7919 % 1000) / 1000)
     names = [f"customer-{number}" for number in range(200)]
     folder = write_run_folder(tmp_path / "run", {name: result(10_000) for name in names}, [])
-    status = read_status(folder.path)
-    run = read_run(folder, status.as_json(), status.line)
+    run = read(folder.path)
     text = render(replace(run, adapters=[replace(each, curves=shared) for each in run.adapters]))
     page = Page(text)
     assert len(text) < 2_000_000
