@@ -259,8 +259,8 @@ def test_metrics_of_the_objective(tmp_path: Path) -> None:
     [
         ("finished", ""),
         ("failed", ""),
-        ("paused", "paused: "),
-        ("interrupted", "not running; `mlora resume "),
+        ("paused", "Paused: "),
+        ("interrupted", "Not running; `mlora resume "),
     ],
 )
 def test_every_state_of_a_run(tmp_path: Path, status: str, begins: str) -> None:
