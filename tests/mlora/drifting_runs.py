@@ -143,7 +143,7 @@ class _Run:
         self.dice, self.states, self.limit, self.coming = dice, states, limit, coming
         pipeline = {"processes": 1, "stages": 1, "replicas": 1, "schedule": "lorapp", "micro_batches": 1}
         self.config: Any = SimpleNamespace(
-            adapters=[SimpleNamespace(name=name, priority=0) for name in coming],
+            adapters=[SimpleNamespace(name=name, priority=0, max_steps=-1) for name in coming],
             sweep=None,
             at_once=len(coming),
             scheduler=SchedulerConfig(memory_limit=limit, policy=policy),

@@ -1,11 +1,16 @@
 """``mlora report``; registered by `mlora.cli.app`."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mlora.cli.common import RunDir, command
+
+if TYPE_CHECKING:
+    from mlora.report.read import Run
 
 
 def report(
@@ -20,13 +25,33 @@ def report(
     Works while the run trains and afterwards. The page needs no network.
     """
     with command():
-        from mlora.cli.run_status import read_status
         from mlora.files.disk import write_file
+        from mlora.files.run_folder import RunFolder
         from mlora.report.page import render
-        from mlora.report.read import read_run
 
-        found = read_status(run_dir)
-        page = render(read_run(found.folder, found.as_json(), found.line))
-        path = (output or found.folder.report).resolve()
-        write_file(path, page.encode())
+        page = render(read(run_dir))
+        path = (output or RunFolder(run_dir).report).resolve()
+        write_file(path, page.encode(errors="replace"))
         print(f"report: {path}")
+
+
+def read(run_dir: Path) -> Run:
+    """Reads what a report shows. Raises RunError if the folder holds no run or a file cannot be read."""
+    from mlora.cli.run_status import read_status
+    from mlora.config.sections import SchedulerConfig
+    from mlora.report.read import read_run
+    from mlora.tasks.result import columns_of
+
+    found = read_status(run_dir)
+    entries = found.adapters.values()
+    metrics = [name for entry in entries for name in (*entry["eval_metrics"], *entry["metrics"])]
+    limit = (found.config.get("scheduler") or {}).get("memory_limit")
+    return read_run(
+        found.folder,
+        found.as_json(),
+        line=found.line,
+        config=found.config,
+        fields=found.fields,
+        limit=SchedulerConfig(memory_limit=limit).limit_bytes,
+        shown=columns_of(dict.fromkeys(metrics)),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from mlora.files.checkpoint import list_checkpoints
 from mlora.files.run_folder import RunFolder, is_running, metrics_of
 from mlora.queue.requests import ENDED, KnownTask, known_tasks
 from mlora.queue.task_queue import TaskQueue
+from mlora.sweep.proposal import trials_begun
 from mlora.sweep.ranking import SweepProgress, sweep_progress
 from mlora.tasks.result import AdapterResult, evaluated_metrics, shown_metrics
 
@@ -38,6 +39,8 @@ class RunStatus:
     adapters: dict[str, dict[str, Any]]
     tasks: dict[str, KnownTask]  # the same tasks, and what users asked of them
     memory: dict[str, int] | None  # in bytes, as the run has published it; None without a limit
+    config: Mapping[str, Any]  # the values of ``config.yaml``, unchecked
+    fields: Mapping[str, Mapping[str, Any]]  # resolved, of each adapter, submitted task and trial
     sweep: SweepProgress | None = None
 
     @property
@@ -130,6 +133,7 @@ def read_status(run_dir: Path | str) -> RunStatus:
         queue = stack.enter_context(TaskQueue(folder.queue)) if folder.queue.is_file() else None
         tasks = known_tasks(own, summary, queue)
         memory = queue.views()[1].get("memory") if queue else None
+        fields = _fields(values, queue)
     adapters = {name: summary["adapters"].get(name) or _no_result(task) for name, task in tasks.items()}
     for record in metrics_of(folder.metrics):
         name = record["adapter"]
@@ -145,7 +149,16 @@ def read_status(run_dir: Path | str) -> RunStatus:
         adapters[name]["state"] = "unfinished" if stands else task.state
     sweep = folder.read_config().sweep if values.get("sweep") else None
     progress = sweep_progress(folder, sweep) if sweep else None
-    return RunStatus(folder, status, adapters, tasks, memory, progress)
+    return RunStatus(folder, status, adapters, tasks, memory, values, fields, progress)
+
+
+def _fields(config: Mapping[str, Any], queue: TaskQueue | None) -> dict[str, Mapping[str, Any]]:
+    """Returns the fields of the config's adapters, of submitted tasks and of trials, by name."""
+    came: dict[str, Mapping[str, Any]] = {}
+    if queue:
+        came |= {r.task: r.content.get("adapter", {}) for r in queue.requests() if r.kind == "submit"}
+        came |= {name: content.get("adapter", {}) for name, content in trials_begun(queue)}
+    return came | {adapter["name"]: adapter for adapter in config["adapters"]}
 
 
 def _own(folder: RunFolder, config: dict[str, Any]) -> list[tuple[str, int]]:

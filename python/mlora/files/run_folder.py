@@ -10,12 +10,12 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AwareDatetime, BaseModel, ValidationError
 
 from mlora.config.config_file import dump_config, load_config
 from mlora.config.run_config import RunConfig
@@ -50,10 +50,20 @@ class _Summary(BaseModel):
     adapters: dict[str, AdapterResult]
 
 
+class _Start(BaseModel):
+    """A start or a resume of a run, and what it trained with."""
+
+    began: AwareDatetime
+    iteration: int
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    warnings: list[str]
+
+
 class _Environment(BaseModel):
     """The content of ``environment.json``."""
 
-    starts: list[dict[str, Any]]
+    starts: list[_Start]
 
 
 class RunFolder:
@@ -198,9 +208,18 @@ class RunFolder:
         """Returns the starts that ``environment.json`` holds, the first one first; empty if it is missing."""
         content = _content(self.environment)
         try:
-            return [] if content is None else _Environment.model_validate_json(content).starts
+            found = [] if content is None else _Environment.model_validate_json(content).starts
         except ValidationError as error:
-            raise RunError(f"{self.environment}: holds no starts of a run: {first_fault(error)}") from error
+            raise RunError(
+                f"{self.environment}: holds no starts of a run: {first_fault(error)}; remove it, only "
+                "`mlora report` reads it"
+            ) from error
+        return [start.model_dump() for start in found]
+
+    def add_start(self, start: Mapping[str, Any]) -> None:
+        """Adds a start or a resume to ``environment.json``."""
+        content = _Environment.model_validate({"starts": [*self.read_environment(), start]})
+        write_file(self.environment, f"{content.model_dump_json(indent=2)}\n".encode())
 
     def was_cut_off(self, since: float) -> bool:
         """Whether the run ended without a final summary, as a killed run does.

@@ -8,9 +8,28 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from mlora.durable import sync_path
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError, first_fault
 from mlora.files.disk import os_errors
+
+
+class _Sample(BaseModel):
+    """A prompt, the answer that was wanted, the one that was given, and whether they are equal."""
+
+    prompt: str
+    expected: str
+    answer: str
+    exact: bool
+
+
+class _Line(BaseModel):
+    """An evaluation of an adapter after `step` optimizer steps."""
+
+    adapter: str
+    step: int
+    samples: list[_Sample]
 
 
 def append_samples(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -45,9 +64,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
-            records.append(json.loads(line))
-            if not {"adapter", "step", "samples"} <= records[-1].keys():
-                raise ValueError("no adapter, step or samples")
-        except (ValueError, AttributeError) as error:
-            raise RunError(f"{path}:{number}: is not a line of samples: {first_line(error)}") from error
+            records.append(_Line.model_validate_json(line).model_dump())
+        except ValidationError as error:
+            raise RunError(f"{path}:{number}: is not a line of samples: {first_fault(error)}") from error
     return records

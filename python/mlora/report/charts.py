@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from mlora.report.curves import Point
 
 UNITS = 1000
+SMALL = 120  # pixels: a chart of this height or less has few ticks and no notes on its points
 LETTERS = 15.0  # pixels that a label needs for itself
 LOG_FROM = 40.0  # a chart whose largest value is so many times its smallest has a logarithmic axis
 Form = Callable[[float], str]
@@ -113,7 +114,7 @@ def chart(
         zero=zero,
         logarithmic=logarithmic,
         unit=unit,
-        parts=2 if height < 120 else 3,
+        parts=3 if height > SMALL else 2,
     )
     first, last = span or (0.0, max(p.x for each in series for p in each.points))
     along = Axis(first, last if last > first else first + 1)
@@ -121,8 +122,8 @@ def chart(
     ends = [_end(each, along, up, form) for each in series]
     return Chart(
         title=title,
-        description=f"{title}: {'; '.join(_told(each, form, across) for each in series)}",
-        note=", ".join(_notes(series, up, across)),
+        description=f"{title}: {'; '.join(_told(each, form) for each in series)}",
+        note=", ".join(_notes(series, up, joins=height > SMALL)),
         keys=[(each.label, each.style) for each in series],
         shapes=shapes,
         rows=[Mark(100 - 100 * up.share(tick), form(tick)) for tick in up.ticks],
@@ -208,13 +209,13 @@ def _columns(first: float, last: float, across: str, form: Form) -> list[Mark]:
     """Returns the ends of the horizontal axis."""
     if first == last:
         return [Mark(0.0, f"{across} {form(first)}")]
-    return [Mark(0.0, form(first), "start"), Mark(100.0, f"{across} {form(last)}", "end")]
+    return [Mark(0.0, form(first)), Mark(100.0, f"{across} {form(last)}")]
 
 
-def _notes(series: Sequence[Series], up: Axis, across: str) -> list[str]:
-    """Returns what one must know to read a chart."""
+def _notes(series: Sequence[Series], up: Axis, *, joins: bool) -> list[str]:
+    """Returns what one must know to read a chart; if it `joins`, how many points each one stands for."""
     joined = max(point.count for each in series for point in each.points)
-    notes = [f"means and range of {joined} {across}s"] if joined > 1 and across == "step" else []
+    notes = [f"means and range of {joined} points"] if joins and joined > 1 else []
     return [*notes, "logarithmic scale"] if up.logarithmic else notes
 
 
@@ -242,7 +243,8 @@ def _apart(ends: Sequence[Mark], height: int) -> list[Mark]:
     return [replace(mark, place=round(mark.place, 1)) for mark in found]
 
 
-def _told(series: Series, form: Form, across: str) -> str:
+def _told(series: Series, form: Form) -> str:
+    """Returns a curve in words, for those who do not see it."""
     first, last = series.points[0], series.points[-1]
     if first is last:
         return f"{series.label} {form(first.y)}"

@@ -11,14 +11,14 @@ def number(value: float | None) -> str:
     """Returns three significant digits, more of large whole numbers: ``0.0312``, ``7.04``, ``12,345``."""
     if value is None or not math.isfinite(value):
         return NOTHING
-    if abs(value) >= 1000:
+    if abs(value) >= 999.5:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def loss(value: float | None) -> str:
     """Returns three significant digits with their zeros, for columns: ``0.100``, ``7.04``."""
-    return number(value) if value is None or not 1e-3 <= abs(value) < 1000 else f"{value:#.3g}"
+    return number(value) if value is None or not 1e-3 <= abs(value) < 999.5 else f"{value:#.3g}"
 
 
 def percent(value: float | None) -> str:
@@ -35,10 +35,9 @@ def size(value: float | None) -> str:
     if not value:
         return "0"
     for unit, bytes_ in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
-        if value >= bytes_:
-            return (
-                f"{value / bytes_:.3g} {unit}" if value < 1000 * bytes_ else f"{value / bytes_:,.0f} {unit}"
-            )
+        found = value / bytes_
+        if found >= 1:
+            return f"{number(found)} {unit}"
     return f"{value / 2**10:.3g} KiB"
 
 
@@ -57,6 +56,6 @@ def duration(seconds: float | None) -> str:
 def count(value: float) -> str:
     """Returns a count: ``12,345`` below a million, then ``1.83 M``, ``2.41 G``."""
     for unit, amount in (("G", 1e9), ("M", 1e6)):
-        if value >= amount:
+        if value >= 0.9995 * amount:
             return f"{value / amount:.3g} {unit}"
     return f"{value:,.0f}"

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from mlora.report.charts import Chart, Form, Rule, Series, chart, spreads
-from mlora.report.curves import MOST, Curve
+from mlora.report.curves import MOST, Curve, Point
 from mlora.report.numbers import count, duration, number, percent, size
 from mlora.report.read import Adapter, Run
 from mlora.report.results import result_columns
@@ -35,7 +35,7 @@ STATES = {
     "pruned": "\N{EN DASH}",
 }
 """The sign of each state of a run or an adapter: a state is never told by colour alone."""
-_METRIC_FORMS = {"accuracy": percent, "rewards/accuracies": percent, "exact match": percent}
+_METRIC_FORMS = {"accuracy": percent, "rewards/accuracies": percent}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def render(run: Run) -> str:
         sentence=_sentence(run),
         faults=[part for part in parts if part.state in ("refused", "stopped")],
         parts=parts,
-        columns=result_columns(run.adapters),
+        columns=result_columns(run.adapters, run.shown),
         open=len(parts) <= OPEN,
         findable=len(parts) >= FINDABLE,
         memory=_memory(run),
@@ -101,7 +101,7 @@ def _times(run: Run) -> str:
     resumed = len(run.starts) - 1
     often = {0: "", 1: ", resumed once"}
     times = often.get(resumed, f", resumed {resumed} times")
-    return f"Started {_moment(datetime.fromisoformat(run.starts[0]['began']))}{times}, {ended}"
+    return f"Started {_moment(run.starts[0]['began'])}{times}, {ended}"
 
 
 def _sentence(run: Run) -> str:
@@ -136,7 +136,7 @@ def _figures(run: Run) -> list[tuple[str, str]]:
 def _part(run: Run, index: int, adapter: Adapter, *, logarithmic: bool) -> Part:
     """Returns an adapter's part; `logarithmic` are the axes of losses."""
     entry, curves = adapter.entry, adapter.curves
-    most = max(32, min(MOST, POINTS // max(1, len(run.adapters))))
+    most = max(32, min(2 * MOST, POINTS // max(1, len(run.adapters))))
     total = entry["max_steps"] or entry["step"]
     span = (0.0, float(max(total, entry["step"], 1)))
 
@@ -181,7 +181,7 @@ def _spread(adapter: Adapter, *keys: str) -> bool:
     return spreads([point.y for curve in curves for point in curve.points()])
 
 
-def _points(curves: Mapping[str, Curve], key: str, most: int) -> Sequence[Any]:
+def _points(curves: Mapping[str, Curve], key: str, most: int) -> Sequence[Point]:
     return curves[key].points(most) if key in curves else []
 
 
@@ -220,7 +220,7 @@ def _no_samples(run: Run) -> str:
 
 
 def _memory(run: Run) -> Chart | None:
-    points = run.history.memory.points()
+    points = [Point(1, p.x, p.high, p.high, p.high) for p in run.history.memory.points()]
     rules = []
     limit = run.limit
     if limit is not None:

@@ -8,16 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mlora.config.sections import parse_size
-from mlora.config.yaml_file import read_yaml
 from mlora.files.disk import os_errors
 from mlora.files.run_folder import RunFolder, metrics_of
 from mlora.files.samples import read_samples
-from mlora.queue.task_queue import TaskQueue
 from mlora.report.curves import Curve
 from mlora.report.history import History, read_history
 from mlora.report.timeline import Timeline, read_timeline
-from mlora.sweep.proposal import trials_begun
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,9 @@ class Run:
         ended: when the run or its last part ended; None while it is at work, or if it was killed.
         read: when its files were read.
         seconds: wall time, as far as the files tell.
+        limit: ``scheduler.memory_limit`` in bytes.
         memory: in bytes, as the run has published it; None without a limit.
+        shown: the objectives' metrics that tables show: their titles, and how a value is written.
         timeline: of the pipeline; None if the run was not traced.
     """
 
@@ -70,7 +68,9 @@ class Run:
     seconds: float
     adapters: Sequence[Adapter]
     history: History
+    limit: int | None = None
     memory: Mapping[str, int] | None = None
+    shown: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     timeline: Timeline | None = None
 
     @property
@@ -78,30 +78,34 @@ class Run:
         """The base model's name, without its folder."""
         return Path(self.config["base_model"]).name
 
-    @property
-    def limit(self) -> int | None:
-        """``scheduler.memory_limit`` in bytes."""
-        limit = (self.config.get("scheduler") or {}).get("memory_limit")
-        return None if limit is None else parse_size(limit)
 
-
-def read_run(folder: RunFolder, status: Mapping[str, Any], line: str) -> Run:
+def read_run(
+    folder: RunFolder,
+    status: Mapping[str, Any],
+    *,
+    line: str,
+    config: Mapping[str, Any],
+    fields: Mapping[str, Mapping[str, Any]],
+    limit: int | None,
+    shown: Mapping[str, tuple[str, str]],
+) -> Run:
     """Reads a run's files while it trains or afterwards.
 
     Args:
         folder: the run's folder.
         status: what `mlora status --json` prints.
         line: what `mlora status` prints first.
+        config: the values of ``config.yaml``.
+        fields: the resolved fields of each adapter.
+        limit, shown: as in `Run`.
 
     Raises:
         RunError: a file cannot be read, or is not what its name says.
     """
-    config = read_yaml(folder.config)
     history = read_history(metrics_of(folder.metrics))
     samples: dict[str, dict[int, Any]] = {}
     for record in read_samples(folder.samples):
         samples.setdefault(record["adapter"], {})[record["step"]] = record["samples"]
-    fields = _fields_of_adapters(folder, config)
     adapters = [
         Adapter(
             name := entry["name"],
@@ -131,17 +135,8 @@ def read_run(folder: RunFolder, status: Mapping[str, Any], line: str) -> Run:
         seconds=summary["seconds"] if summary and over else history.seconds,
         adapters=adapters,
         history=history,
+        limit=limit,
         memory=status["memory"],
+        shown=shown,
         timeline=read_timeline(folder.path / "trace.json"),
     )
-
-
-def _fields_of_adapters(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Returns the resolved fields of the config's adapters, submitted tasks and trials, by name."""
-    found: dict[str, Mapping[str, Any]] = {each["name"]: each for each in config["adapters"]}
-    if folder.queue.is_file():
-        with TaskQueue(folder.queue) as queue:
-            submitted = [(r.task, r.content) for r in queue.requests() if r.kind == "submit"]
-            came = [*submitted, *trials_begun(queue)]
-        found |= {name: content["adapter"] for name, content in came if name not in found}
-    return found

@@ -9,7 +9,6 @@ from typing import Any
 from mlora.report.numbers import NOTHING, loss, number, percent
 from mlora.report.read import Adapter
 from mlora.report.settings import rank_of
-from mlora.tasks.result import columns_of
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,10 @@ class Column:
     pair: bool = False
 
 
-def result_columns(adapters: Sequence[Adapter]) -> list[Column]:
-    """Returns the columns in which any adapter has a value, without name and state."""
+def result_columns(adapters: Sequence[Adapter], shown: Mapping[str, tuple[str, str]]) -> list[Column]:
+    """Returns the columns in which any adapter has a value, without name and state; `shown` as in `Run`."""
     entries = [adapter.entry for adapter in adapters]
-    names = dict.fromkeys(name for entry in entries for name in entry.get("eval_metrics", {}))
-    trained = dict.fromkeys(name for entry in entries for name in entry.get("metrics", {}))
-    shown = columns_of([*names, *(name for name in trained if name not in names)])
+    names = {name for entry in entries for name in entry.get("eval_metrics", {})}
     steps = [Cell(_steps(entry), entry["step"]) for entry in entries]
     columns = [
         Column("Steps", steps),

@@ -79,7 +79,8 @@ def versions_of(starts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     if machine.get("gpu"):
         found.append(("GPU", f"{machine['gpu']}, {size(machine.get('gpu_bytes'))}"))
     if machine:
-        used = f"{machine.get('threads')} threads on {machine.get('cores')} cores"
+        threads = machine.get("threads")
+        used = f"{threads} thread{'s' * (threads != 1)} on {machine.get('cores')} cores"
         found.append(("CPU", f"{machine.get('cpu')}, {used}"))
         found.append(("device", str(machine.get("device", ""))))
         found.append(("system", str(machine.get("system", ""))))

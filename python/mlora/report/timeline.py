@@ -12,7 +12,7 @@ from mlora.errors import RunError, first_line
 from mlora.files.disk import os_errors
 
 SHOWN = 24  # micro-batches of the first stage, forward and backward
-MOST = 4000  # spans of all stages
+MOST = 1500  # spans of all stages
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def read_timeline(path: Path) -> Timeline | None:
         content = path.read_bytes()
     try:
         return window_of(json.loads(content)["traceEvents"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path}: is not a trace: {first_line(error)}") from error
 
 

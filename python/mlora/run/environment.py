@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 
-from mlora.files.disk import write_file
 from mlora.files.run_folder import RunFolder
 
 PACKAGES = ("mlora-ext", "torch", "transformers", "peft", "tokenizers", "safetensors", "numpy")
@@ -23,14 +21,13 @@ PACKAGES = ("mlora-ext", "torch", "transformers", "peft", "tokenizers", "safeten
 def note_start(folder: RunFolder, device: torch.device, iteration: int, warnings: Sequence[str]) -> None:
     """Adds the start or resume of a run, by this process and now, to ``environment.json``."""
     start = {
-        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "began": datetime.now(UTC).replace(microsecond=0),
         "iteration": iteration,
         "versions": _versions(),
         "machine": _machine(device),
         "warnings": list(warnings),
     }
-    starts = [*folder.read_environment(), start]
-    write_file(folder.environment, (json.dumps({"starts": starts}, indent=2) + "\n").encode())
+    folder.add_start(start)
 
 
 def _versions() -> dict[str, str]:

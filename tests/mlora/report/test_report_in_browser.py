@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlora.cli.run_status import read_status
+from mlora.cli.report import read
 from mlora.report.page import render
-from mlora.report.read import read_run
 from mlora.tasks.result import AdapterResult
 from report_runs import falling_lines, result, step, write_run_folder
 
@@ -60,8 +59,7 @@ def failed_run(path: Path) -> Path:
 
 
 def write_page(folder: Path, path: Path) -> str:
-    status = read_status(folder)
-    path.write_text(render(read_run(status.folder, status.as_json(), status.line)))
+    path.write_text(render(read(folder)))
     return path.as_uri()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,11 +11,10 @@ from typing import Any
 import pytest
 from command_line import invoke, only_line
 from mlora import report
-from mlora.cli.run_status import read_status
+from mlora.cli.report import read
 from mlora.files.run_folder import Metrics, RunFolder
 from mlora.report.curves import MOST, Curve
 from mlora.report.page import POINTS, render
-from mlora.report.read import read_run
 from mlora.tasks.result import AdapterResult
 from report_runs import START, falling_lines, result, step, write_run_folder
 
@@ -65,8 +65,7 @@ class Page(HTMLParser):
 
 
 def page_of(folder: RunFolder) -> str:
-    status = read_status(folder.path)
-    return render(read_run(folder, status.as_json(), status.line))
+    return render(read(folder.path))
 
 
 def cells(rows: list[list[str]]) -> list[list[str]]:
@@ -260,8 +259,8 @@ def test_metrics_of_the_objective(tmp_path: Path) -> None:
     [
         ("finished", ""),
         ("failed", ""),
-        ("paused", "paused: "),
-        ("interrupted", "not running; `mlora resume "),
+        ("paused", "Paused: "),
+        ("interrupted", "Not running; `mlora resume "),
     ],
 )
 def test_every_state_of_a_run(tmp_path: Path, status: str, begins: str) -> None:
@@ -340,14 +339,13 @@ def test_a_large_run_is_a_small_page(tmp_path: Path) -> None:
             shared[key].add(number, 1.0 + (number * 7919 % 1000) / 1000)
     names = [f"customer-{number}" for number in range(200)]
     folder = write_run_folder(tmp_path / "run", {name: result(10_000) for name in names}, [])
-    status = read_status(folder.path)
-    run = read_run(folder, status.as_json(), status.line)
+    run = read(folder.path)
     text = render(replace(run, adapters=[replace(each, curves=shared) for each in run.adapters]))
     page = Page(text)
     assert len(text) < 2_000_000
     lines = [a["d"] or "" for tag, a in page.tags if tag == "path" and "line train" in (a["class"] or "")]
     assert len(lines) > 3 * 200
-    assert max(line.count("L") for line in lines) < max(32, min(MOST, POINTS // 200))
+    assert max(line.count("L") for line in lines) < max(32, min(2 * MOST, POINTS // 200))
     assert sum(tag == "details" for tag, _ in page.tags) == 201
     assert not any("open" in attributes for tag, attributes in page.tags if tag == "details")
 
@@ -365,6 +363,18 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     other = tmp_path / "other.html"
     assert invoke("report", folder.path, "--output", other).stdout == f"report: {other}\n"
     assert other.read_text().startswith("<!doctype html>")
+
+
+def test_an_installed_package_holds_the_template() -> None:
+    root = Path(report.__file__).parents[3]
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "mlora"
+    ]
+    files = [
+        path.relative_to(root / "python" / "mlora") for path in (root / "python" / "mlora").rglob("page.*")
+    ]
+    assert {path.suffix for path in files} == {".py", ".html", ".css", ".js"}
+    assert all(any(path.match(pattern) for pattern in listed) for path in files)
 
 
 def test_what_the_command_cannot_read_or_write(tmp_path: Path) -> None:
