@@ -1,6 +1,6 @@
 # An image for NVIDIA GPUs (and CPUs): docker build -t mlora .
 #   docker run --gpus all -v "$PWD:/work" mlora train run.yaml
-# Compilers stay in the first stage. docs/install.md says what of this was tried.
+# The CUDA toolkit stays in the first stage. Not built or run yet: see docs/install.md.
 ARG CUDA=13.0.2
 
 FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04 AS build
