@@ -27,7 +27,8 @@ from mlora.run.handoff.export import losses_of, save_tokenizer
 from mlora.run.handoff.model_card import lora_facts, training_facts, write_card
 from mlora.run.handoff.peft_folders import peft_folder_of
 from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
-from mlora_ext.frozen.quantized.families import base_bias, base_weight, family_of
+from mlora_ext.frozen.quantized.blocks import QuantizedWeight
+from mlora_ext.frozen.quantized.families import base_bias, base_weight, family_of, frozen_weight_of
 from mlora_ext.nn.interop.read_folder import read_config
 from mlora_ext.out_of_memory import is_out_of_memory
 
@@ -151,7 +152,7 @@ def _dequantize(model: PreTrainedModel) -> int:
     count = len(layers)
     for key in list(layers):
         module = layers.pop(key)
-        weight, bias = base_weight(module, dtype), base_bias(module, dtype)
+        weight, bias = _dense(module, dtype), base_bias(module, dtype)
         plain = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         plain.weight = nn.Parameter(weight.detach().to(dtype).contiguous(), requires_grad=False)
         if bias is not None:
@@ -160,6 +161,7 @@ def _dequantize(model: PreTrainedModel) -> int:
         setattr(model.get_submodule(parent), child, plain)
     for owner, attribute in (
         (model, "hf_quantizer"),
+        (model, "_weight_conversions"),  # with those of the quantizer, by which saving would quantise again
         (model, "quantization_method"),
         (model, "is_loaded_in_4bit"),
         (model, "is_loaded_in_8bit"),
@@ -168,6 +170,15 @@ def _dequantize(model: PreTrainedModel) -> int:
         vars(owner).pop(attribute, None)
     model.is_quantized = False  # type: ignore[assignment]
     return count
+
+
+def _dense(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the weight of a quantised layer as plain numbers; the layer may lose its own."""
+    holder = nn.Module()
+    holder.register_parameter("weight", cast(nn.Parameter, base_weight(module, dtype)))
+    found = frozen_weight_of(module, holder, dtype)
+    assert isinstance(found, QuantizedWeight)
+    return found.rows(0, found.shape[0], dtype)
 
 
 def _check_bias(name: str, model: nn.Module, lora: LoraConfig) -> None:
