@@ -251,5 +251,6 @@ def _task(name: str, priority: int, rows: int, steps: int) -> Any:
         next_lengths=lambda: lengths,
         lengths=lambda samples: lengths,
         objective=SimpleNamespace(reference=None, takes="sequences"),
+        made_all_steps=False,
         alive=True,
     )
