@@ -102,8 +102,8 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
     line = only_line(run("merge", trained, "first", "--output", tmp_path / "merged"))
-    assert line.startswith(f"error: --output: {tmp_path}/merged cannot be written: it needs 0.0")
-    assert line.endswith("GiB, and 0.00 GiB are free")
+    assert line.startswith(f"error: --output: {tmp_path}/merged cannot be written: it needs 0.")
+    assert line.endswith(" MiB, and 0.0 MiB are free")
     assert list(tmp_path.iterdir()) == []
 
 

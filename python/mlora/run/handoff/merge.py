@@ -226,6 +226,6 @@ def _check_room(model: nn.Module, target: Path) -> None:
     needed, free = sum(seen.values()), shutil.disk_usage(target.parent).free
     if needed > free:
         raise RunError(
-            f"--output: {target} cannot be written: it needs {needed / 2**30:.2f} GiB, and "
-            f"{free / 2**30:.2f} GiB are free"
+            f"--output: {target} cannot be written: it needs {needed / 2**20:.1f} MiB, and "
+            f"{free / 2**20:.1f} MiB are free"
         )
