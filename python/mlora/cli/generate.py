@@ -60,14 +60,23 @@ def generate(
     ] = 0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="the seed of the random draws")] = 0,
     chat: Annotated[
-        bool, typer.Option(help="each prompt is a user's message, put into the base model's chat template")
+        bool, typer.Option(help="each prompt is a user's message, put into the chat template")
     ] = False,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="with --chat: a Jinja file; default: the template that the adapters were trained with",
+        ),
+    ] = None,
     bf16: Annotated[bool, typer.Option(help="load the base model in bf16")] = False,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:<index>")] = None,
     json_lines: Annotated[bool, typer.Option("--json", help="print JSON objects")] = False,
 ) -> None:
     """Complete each prompt with each adapter, all in one batch. A classifier predicts its label."""
     with command():
+        if chat_template is not None and not chat:
+            raise RunError("--chat-template is for --chat; add that, or remove it")
         texts = read_prompts(prompt or [], prompts)
         named, folders, quantization = find_adapters(source)
         begin(quantized=quantization is not None or quantized_files(base_model or named))
@@ -83,7 +92,8 @@ def generate(
         if not (base_model or named):
             raise RunError(f"{source}: names no base model; give it with --base-model")
         base = BaseInfo(base_model or named)
-        tokens = _tokens(base.tokenizer(), texts, chat)
+        template = _template(source, chosen, chat_template) if chat else None
+        tokens = _tokens(base.tokenizer(), texts, chat, template)
         wanted = {name: folders[name] for name in chosen if name != "__base__"}
         classifiers, unserved = _by_answer(wanted)
         chosen = _served(chosen, unserved, wanted, asked=adapter or [])
@@ -283,14 +293,36 @@ def _enough_memory(action: str, advice: str) -> Iterator[None]:
         raise RunError(f"out of memory while {action}; {advice}") from error
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bool) -> list[tuple[int, ...]]:
+def _template(source: Path, chosen: Sequence[str], given: Path | None) -> str | None:
+    """Returns the file of the chat template for some adapters; None: the base model's own."""
+    if given is not None:
+        return str(given)
+    if not os.path.isfile(source / "config.yaml"):
+        beside = source / "chat_template.jinja"  # as `mlora export` writes it
+        return str(beside) if beside.is_file() else None
+    from mlora.run.handoff.adapters import open_run
+
+    _, config, adapters = open_run(source)
+    found = {adapters[name].chat_template(config) for name in chosen if name in adapters}
+    if len(found) > 1:
+        raise RunError(
+            "--chat: these adapters were trained with different chat templates; name those of one template "
+            "with --adapter, or give --chat-template"
+        )
+    return next(iter(found), None)
+
+
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bool, template_file: str | None
+) -> list[tuple[int, ...]]:
     if not chat:
         return [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    from mlora.data.chat import ChatTemplate
+    from mlora.data.chat import ChatTemplate, with_template
     from mlora.data.record import FormatError
 
     try:
-        template = ChatTemplate(tokenizer)
+        own = with_template(tokenizer, template_file, assistant_only_loss=False)
+        template = ChatTemplate(own)
         return [template.question(prompt) for prompt in prompts]
     except FormatError as error:
         raise RunError(f"--chat: {error}") from None

@@ -64,6 +64,40 @@ def test_chat_puts_prompts_into_the_template(
     assert "--chat: messages need a chat template" in only_line(run("generate", trained, "-p", "x", "--chat"))
 
 
+def test_the_template_that_an_adapter_was_trained_with(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    """Also from an exported folder, which carries it."""
+    turn = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jinja").write_text(turn + f"<{name}>")
+    write_jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 3)
+    data = run_data(tiny_base, tmp_path)
+    own = {"path": "chats.jsonl", "format": "messages"}
+    data["datasets"] = [own | {"name": n, "chat_template": f"{n}.jinja"} for n in ("one", "two")]
+    plain = {"eval_dataset": None, "eval_steps": None, "max_steps": 1, "max_length": 60}
+    data["adapters"] = [data["adapters"][0] | plain | {"name": n, "dataset": n} for n in ("one", "two")]
+    write_run(tmp_path, data)
+    folder = tmp_path / "run"
+    assert run("train", tmp_path / "run.yaml").exit_code == 0
+    assert run("export", folder, "two", "--output", tmp_path / "out").exit_code == 0
+    options = ("--max-new-tokens", 4, "--json")
+    written = run("generate", folder, "-a", "two", "-p", "<user>ab;<two>", *options)
+    wanted = json.loads(written.stdout)["completion"]
+    for words in (
+        (folder, "-a", "two"),
+        (tmp_path / "out",),
+        (folder, "-a", "two", "-a", "one", "--chat-template", tmp_path / "two.jinja"),
+    ):
+        chat = run("generate", *words, "-p", "ab", "--chat", *options)
+        assert chat.exit_code == 0, chat.stderr
+        assert json.loads(chat.stdout.splitlines()[0])["completion"] == wanted
+    message = "--chat: these adapters were trained with different chat templates"
+    assert message in only_line(run("generate", folder, "-p", "ab", "--chat"))
+    message = "--chat-template is for --chat"
+    assert message in only_line(
+        run("generate", folder, "-p", "ab", "--chat-template", tmp_path / "one.jinja")
+    )
+
+
 def test_generate_from_one_folder_and_from_the_base(run: Run, trained: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("hello\n")

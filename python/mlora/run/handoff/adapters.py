@@ -28,6 +28,11 @@ class RunAdapter:
     config: AdapterConfig
     datasets: list[DatasetConfig] = field(default_factory=list)
 
+    def chat_template(self, config: RunConfig) -> str | None:
+        """Returns the file of the chat template that it was trained with; None: the base model's own."""
+        known = {dataset.name: dataset for dataset in (*config.datasets, *self.datasets)}
+        return known[self.config.dataset].chat_template
+
 
 @dataclass(frozen=True)
 class FoundWeights:

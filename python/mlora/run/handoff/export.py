@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors import safe_open
 
 from mlora.config.run_config import RunConfig
+from mlora.data.chat import with_template
 from mlora.errors import RunError
 from mlora.files.new_folder import check_new, new_folder
 from mlora.model.base_info import BaseInfo
@@ -68,7 +69,8 @@ def export_adapter(
     with new_folder(target, "--output") as scratch:
         write_peft_folder(config, adapter, found, scratch)
         served = _for_servers(config, name, scratch, target, portable=portable)
-        save_tokenizer(BaseInfo(config.base_model, config.base_folder), scratch)
+        base = BaseInfo(config.base_model, config.base_folder)
+        save_tokenizer(base, scratch, adapter.chat_template(config))
         card_of(config, adapter, found, scratch)
     return Exported(found, target, served)
 
@@ -100,10 +102,21 @@ def rank_of(folder: Path) -> int:
     return max((shape[0] for shape in shapes), default=0)
 
 
-def save_tokenizer(base: BaseInfo, folder: Path) -> None:
-    """Saves a base model's tokenizer, with its chat template; a base that has none is left without."""
+def save_tokenizer(base: BaseInfo, folder: Path, chat_template: str | None) -> None:
+    """Saves a base model's tokenizer; a base that has none is left without.
+
+    Args:
+        chat_template: the file of a template in place of the tokenizer's own.
+
+    Raises:
+        RunError: that file cannot be read.
+    """
+    tokenizer = None
     with contextlib.suppress(RunError):
-        base.tokenizer().save_pretrained(str(folder))
+        tokenizer = base.tokenizer()
+    if tokenizer is not None:
+        own = with_template(tokenizer, chat_template, assistant_only_loss=False)
+        own.save_pretrained(str(folder))
 
 
 def card_of(config: RunConfig, adapter: RunAdapter, found: FoundWeights, folder: Path) -> None:

@@ -86,7 +86,7 @@ def merge_adapter(
             merged = _merge(model, source)
             _check_room(merged, target)
             merged.save_pretrained(str(scratch))
-        save_tokenizer(base, scratch)
+        save_tokenizer(base, scratch, adapter.chat_template(config))
         if quantized:
             notes.append(f"{quantized} quantized layers were dequantized; the merged model is not quantized")
         write_card(
