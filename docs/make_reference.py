@@ -2,7 +2,7 @@
 
 Usage: python docs/make_reference.py
 
-`tests/test_reference.py` fails when a page is not what this script would write.
+`tests/test_reference_pages.py` fails when a page is not what this script would write.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ _IN_CHECKOUT = Path(__file__).resolve().parents[3] / "examples"
 def examples(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a new folder")] = Path("examples"),
 ) -> None:
-    """Copy the examples, their data and their tiny base model into DIR."""
+    """Write the examples into a new folder.
+
+    Their data and their tiny base model are among them."""
     with command():
         copy_examples(folder)
         print(f"{folder}: written; its README.md lists the examples")

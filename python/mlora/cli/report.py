@@ -20,9 +20,9 @@ def report(
         typer.Option(metavar="FILE.html", help="where to write it; default: report.html in RUN_DIR"),
     ] = None,
 ) -> None:
-    """Write one HTML page about a run: curves, results, samples, memory.
+    """Write one HTML page about a run.
 
-    Works while the run trains and afterwards. The page needs no network.
+    It has curves, results, samples and memory. Works while the run trains and afterwards. The page needs no network.
     """
     with command():
         from mlora.files.disk import write_file

@@ -30,7 +30,10 @@ def schema(
         ),
     ] = File.run,
 ) -> None:
-    """Print the JSON schema of a run's YAML, by which editors complete keys."""
+    """Print the JSON schema of a run's YAML.
+
+    Editors complete keys by it.
+    """
     with command():
         from mlora.config.schema import run_schema, submission_schema
 
