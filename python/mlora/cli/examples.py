@@ -20,7 +20,8 @@ def examples(
 ) -> None:
     """Write the examples into a new folder.
 
-    Their data and their tiny base model are among them."""
+    Their data and their tiny base model are among them.
+    """
     with command():
         copy_examples(folder)
         print(f"{folder}: written; its README.md lists the examples")

@@ -22,7 +22,8 @@ def report(
 ) -> None:
     """Write one HTML page about a run.
 
-    It has curves, results, samples and memory. Works while the run trains and afterwards. The page needs no network.
+    It has curves, results, samples and memory, and needs no network. Works while the run trains and
+    afterwards.
     """
     with command():
         from mlora.files.disk import write_file
