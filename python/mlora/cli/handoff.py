@@ -41,7 +41,7 @@ def export(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="the new folder; default: RUN_DIR/exports/ADAPTER"),
+        typer.Option(metavar="DIR", help="the new folder; default: exports/ADAPTER[-portable] in RUN_DIR"),
     ] = None,
 ) -> None:
     """Write an adapter of a run as a PEFT folder.
@@ -90,7 +90,7 @@ def evaluate(
     ] = None,
     data_format: Annotated[
         str | None,
-        typer.Option("--format", help="the format of FILE; default: that of the adapter's dataset"),
+        typer.Option("--format", help="the format of FILE; default: read as the adapter's dataset"),
     ] = None,
     checkpoint: Checkpoint = None,
     exact_match: Annotated[

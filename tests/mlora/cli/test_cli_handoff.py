@@ -293,3 +293,46 @@ def test_a_run_at_work_is_read_without_disturbing_it(run: Run, tiny_base: Path, 
     data["defaults"]["max_steps"] = step
     train(resolve_config(data | {"output_dir": str(tmp_path / "alone")}, folder=tmp_path))
     assert weights(tmp_path / "run") == weights(tmp_path / "alone")
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatting(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose dataset has other column names and a chat template of its own."""
+    folder = tmp_path_factory.mktemp("chatting")
+    data = run_data(tiny_base, folder)
+    (folder / "chat.jinja").write_text(CHAT)
+    dialog = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
+    write_jsonl(folder / "chats.jsonl", [{"dialog": dialog}] * 4)
+    chats = {"name": "chats", "path": "chats.jsonl", "format": "messages", "chat_template": "chat.jinja"}
+    data["datasets"] = [chats | {"columns": {"messages": "dialog"}}]
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    data["adapters"] = [{"name": "chat", "dataset": "chats", "max_steps": 1, "lora": lora}]
+    assert train(resolve_config(data, folder=folder)).status == "finished"
+    return folder / "run"
+
+
+def test_what_leaves_a_run_has_the_chat_template_of_its_data(
+    run: Run, chatting: Path, tmp_path: Path
+) -> None:
+    assert run("export", chatting, "chat", "--output", tmp_path / "adapter").exit_code == 0
+    assert run("merge", chatting, "chat", "--output", tmp_path / "merged").exit_code == 0
+    for folder in ("adapter", "merged"):
+        assert AutoTokenizer.from_pretrained(tmp_path / folder).chat_template == CHAT
+
+
+def test_a_file_is_measured_as_the_adapters_dataset_is_read(run: Run, chatting: Path, tmp_path: Path) -> None:
+    as_trained, plain = chatting.parent / "chats.jsonl", tmp_path / "plain.jsonl"
+    by_name = run("evaluate", chatting, "--dataset", "chats", "--json")
+    by_file = run("evaluate", chatting, "--data", as_trained, "--json")
+    assert by_file.exit_code == 0, by_file.stderr
+    losses = [[row["loss"] for row in json.loads(done.stdout)["results"]] for done in (by_name, by_file)]
+    assert losses[0] == losses[1]
+    write_jsonl(plain, [{"prompt": "ab", "completion": "ba"}])
+    other = run("evaluate", chatting, "--data", plain, "--format", "prompt_completion")
+    assert other.exit_code == 0, other.stderr

@@ -189,12 +189,10 @@ def _data(config: RunConfig, adapter: RunAdapter, choice: DataChoice) -> Dataset
         if not path.is_file():
             raise RunError(f"--data: there is no file {path}")
         try:
-            fields = {
-                "name": path.name,
-                "path": str(path),
-                "format": choice.format or known[own.dataset].format,
-            }
-            return DatasetConfig.model_validate(fields)
+            like = known[own.dataset].model_dump(include={"format", "columns", "chat_template"})
+            if choice.format is not None:
+                like |= {"format": choice.format, "columns": {}}
+            return DatasetConfig.model_validate({"name": path.name, "path": str(path)} | like)
         except ValidationError as error:
             raise RunError(f"--data: {first_fault(error)}") from error
     name = choice.dataset or own.eval_dataset
