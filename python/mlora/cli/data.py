@@ -48,10 +48,11 @@ def show(
     with command():
         from mlora.cli.common import begin
         from mlora.config.config_file import load_config
-        from mlora.run.shown_data import shown_data
 
         config = load_config(run, set_ or [])
-        begin(quantized=False)
+        begin(quantized=False)  # before the libraries are imported, whose notices it silences
+        from mlora.run.shown_data import shown_data
+
         found = shown_data(config, adapters or (), count=samples, held_out=held_out, warn=_warn)
         if as_json:
             _print_json(found)

@@ -11,13 +11,16 @@ NOTICES = ("gemm_4bit_forward", "_pytree.py", "torchao")
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("quantization", [None, {"method": "bnb-nf4"}])
+@pytest.mark.parametrize(
+    ("words", "quantization"),
+    [("validate", None), ("validate", {"method": "bnb-nf4"}), ("data show", None)],
+)
 def test_notices_of_libraries_are_shown_if_the_base_is_quantised(
-    tiny_base: Path, tmp_path: Path, quantization: dict[str, str] | None
+    tiny_base: Path, tmp_path: Path, words: str, quantization: dict[str, str] | None
 ) -> None:
     data = run_data(tiny_base, tmp_path, quantization=quantization)
     path = write_run(tmp_path, data)
-    command = [sys.executable, "-m", "mlora", "validate", str(path)]
+    command = [sys.executable, "-m", "mlora", *words.split(), str(path)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     shown = [line for line in result.stderr.splitlines() if any(notice in line for notice in NOTICES)]

@@ -248,7 +248,9 @@ def test_a_missing_package_is_refused_before_training(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlora.config.tracking.find_spec", lambda name: None)
-    with pytest.raises(RunError, match=r"report_to: wandb, mlflow not installed: pip install wandb mlflow"):
+    with pytest.raises(
+        RunError, match=r"report_to: wandb, mlflow are not installed: pip install wandb mlflow"
+    ):
         start(tiny_base, tmp_path, report_to=["wandb", "mlflow"])
     assert not (tmp_path / "run").exists()
 

@@ -31,8 +31,8 @@ def check_trackers(config: RunConfig) -> None:
     """Raises RunError if the package of a tracker is not installed."""
     lacking = missing_packages(config.report_to)
     if lacking:
-        packages = " ".join(lacking)
-        raise RunError(f"report_to: {', '.join(lacking)} not installed: pip install {packages}")
+        packages, verb = " ".join(lacking), "is" if len(lacking) == 1 else "are"
+        raise RunError(f"report_to: {', '.join(lacking)} {verb} not installed: pip install {packages}")
 
 
 def open_trackers(config: RunConfig, folder: Path) -> dict[str, Tracker]:
