@@ -16,12 +16,14 @@ NAMES = {
         "dataset": "data train_dataset train_path train_file",
         "path": "file data_path data_files file_name dataset_path",
         "name": "adapter_name dataset_name id",
-        "format": "type dataset_type data_format",
+        "format": "type dataset_type data_format ranking",
         "eval_dataset": "val_dataset validation_dataset test_dataset eval_file val_file validation_file",
         "validation_split": "val_set_size val_size val_split test_size eval_split",
-        "split": "dataset_split train_split",
+        "split": "dataset_split train_split train_on_split",
         "subset": "config_name dataset_config dataset_config_name subset_name",
-        "columns": "column_mapping column_map rename_columns",
+        "columns": "column_mapping column_map rename_columns text_column text_field dataset_text_field "
+        "field_messages field_instruction field_input field_output message_property_mappings",
+        "data_cache": "dataset_prepared_path tokenized_path",
         "max_samples": "num_samples max_train_samples samples take",
         "lora": "lora_config peft peft_config",
         "init_from": "adapter_path resume_from lora_model_dir",
@@ -61,7 +63,7 @@ NAMES = {
         "project": "wandb_project mlflow_experiment_name trackio_project project_name",
         "logging_dir": "log_dir tensorboard_dir tensorboard_log_dir",
         "callbacks": "callback trainer_callbacks",
-        "assistant_only_loss": "train_on_completions_only",
+        "assistant_only_loss": "train_on_completions_only train_on_responses_only roles_to_train",
         "gradient_checkpointing": "activation_checkpointing",
         "save_total_limit": "keep_last max_checkpoints",
         "quantization": "quantization_config quantize quant bnb_config load_in_4bit load_in_8bit",
@@ -100,6 +102,7 @@ HINTS = {
     "adapter": "list adapters under adapters, each with its lora; that of a sweep belongs under sweep",
     "attn_implementation": "the run has its own attention over packed rows; remove this key",
     "completion_only_loss": _COMPLETIONS,
+    "ds_type": "a file's content tells what kind of file it is; remove this key",
     "dtype": _DTYPE,
     "group_by_length": _PACKED,
     "packing": _PACKED,
@@ -109,6 +112,7 @@ HINTS = {
     "torch_dtype": _DTYPE,
     "train_on_inputs": _COMPLETIONS,
     "trust_remote_code": "it is not supported; base models are Transformers' own classes",
+    "weight": "it stands beside one of several paths: path: [one.jsonl, {path: two.jsonl, weight: 2}]",
 }
 """Hints for keys of other tools that are other keys here, or none."""
 
