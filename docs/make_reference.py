@@ -266,8 +266,13 @@ def _command(name: str, command: Any) -> str:
     text = f"## {name}\n\n{plain(inspect.cleandoc(command.help or ''))}\n\n```\n{usage}\n```\n\n"
     if name == "mlora bench":
         return text + "Its words are those of the suite: [bench.md](../bench.md).\n\n"
-    rows = [(f"`{each.metavar}`", plain(each.help or ""), "required") for each in arguments]
+    rows = [
+        (f"`{each.metavar}`", plain(each.help or ""), "required" if each.required else "")
+        for each in arguments
+    ]
     rows += [(_option(each), plain(each.help or ""), _option_default(each)) for each in options]
+    if not rows:
+        return text
     return text + table(("Argument or option", "Meaning", "Default"), rows)
 
 
