@@ -16,7 +16,9 @@ _IN_CHECKOUT = Path(__file__).resolve().parents[3] / "examples"
 
 
 def examples(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="a new folder; default: examples")] = Path("examples"),
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="a new folder; default: examples")] = Path(
+        "examples"
+    ),
 ) -> None:
     """Write the examples into a new folder.
 
