@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlora.config.sections import DatasetConfig, is_hub_dataset
-from mlora.data.readers import Row, given, read_rows
+from mlora.data.readers import Row, given, named, read_rows
 from mlora.errors import RunError, first_line
 
 
@@ -48,10 +48,13 @@ class Source:
         """
         self._check()
         if is_hub_dataset(self.path) or os.path.isdir(self.path):
-            rows = self._of_datasets()
+            found = self._of_datasets()
+            rows: Iterator[Row] = (
+                (place, given(named(place, fields, self.columns))) for place, fields in found
+            )
         else:
-            rows = read_rows(Path(self.path))
-        yield from islice(self._renamed(rows) if self.columns else rows, self.limit)
+            rows = read_rows(Path(self.path), self.columns)
+        yield from islice(rows, self.limit)
 
     def _check(self) -> None:
         """Refuses what would be ignored. Raises RunError."""
@@ -63,19 +66,11 @@ class Source:
                     where = "the hub" if folder else "folders and of the hub"
                     raise RunError(f"{self.path}: {key} is for datasets of {where}; remove it")
 
-    def _renamed(self, rows: Iterator[Row]) -> Iterator[Row]:
-        taken = {column for _, column in self.columns}
-        for place, fields in rows:
-            for name, column in self.columns:
-                if column not in fields:
-                    has = ", ".join(map(repr, fields)) or "no columns"
-                    raise RunError(f"{place}: columns.{name}: {column!r} is missing; the row has {has}")
-            rest = {key: value for key, value in fields.items() if key not in taken}
-            yield place, rest | {name: fields[column] for name, column in self.columns}
-
     def _of_datasets(self) -> Iterator[Row]:
-        for number, fields in enumerate(self._loaded(), 1):
-            yield f"{self.path}, row {number}", given(fields)
+        rows = enumerate(self._loaded(), 1)
+        with self._faults():  # with `streaming`, files are read here
+            for number, fields in rows:
+                yield f"{self.path}, row {number}", fields
 
     def _loaded(self) -> Any:
         import datasets
@@ -97,7 +92,8 @@ class Source:
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             folder = os.path.isdir(self.path)
             what = "as a folder of data files" if folder else "no such file or folder, and on the hub"
-            raise RunError(f"{self.path}: {what} it cannot be read: {first_line(error)}") from error
+            reasons = dict.fromkeys(first_line(one) for one in (error, error.__cause__) if one)
+            raise RunError(f"{self.path}: {what} it cannot be read: {': '.join(reasons)}") from error
 
     def _split_of(self, found: Any) -> Any:
         if not isinstance(found, dict):
