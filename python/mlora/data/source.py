@@ -110,7 +110,9 @@ class Source:
         limit = "" if self.limit is None else f"first {self.limit} of "
         if is_hub_dataset(self.path):
             return limit + (self._of_builder() if self.streaming else str(self._loaded()._fingerprint))
-        return limit + (f"{self.path} {self.version}" if self.streaming else fingerprint(self.path))
+        if not self.streaming:
+            return limit + fingerprint(self.path)
+        return limit + hashlib.sha256(repr((self.path, self.version)).encode()).hexdigest()
 
     def _of_builder(self) -> str:
         import datasets
@@ -120,11 +122,11 @@ class Source:
         return f"{self.path} {builder.config.name} {self.split or 'train'} {builder.hash}"
 
     @property
-    def version(self) -> tuple[int, int] | None:
-        """What tells a file from one that was there before it; None of all else."""
+    def version(self) -> tuple[tuple[str, int, int], ...] | None:
+        """What tells a file or folder from one that was there before it; None of all else."""
         with suppress(OSError):
-            found = os.stat(self.path)
-            return found.st_mtime_ns, found.st_size
+            found = [(str(file), file.stat()) for file in self._files()]
+            return tuple((name, each.st_mtime_ns, each.st_size) for name, each in found)
         return None
 
     @property
@@ -132,9 +134,11 @@ class Source:
         """The bytes of the file or folder; infinite for a dataset of the hub."""
         if is_hub_dataset(self.path):
             return float("inf")
+        return sum(file.stat().st_size for file in self._files() if file.is_file())
+
+    def _files(self) -> list[Path]:
         path = Path(self.path)
-        files = path.rglob("*") if path.is_dir() else [path]
-        return sum(file.stat().st_size for file in files if file.is_file())
+        return sorted(path.rglob("*")) if path.is_dir() else [path]
 
 
 def sources_of(dataset: DatasetConfig) -> list[tuple[Source, float]]:

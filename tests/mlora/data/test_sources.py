@@ -195,6 +195,10 @@ def test_a_folder_of_data_files(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match="empty: as a folder of data files it cannot be read: "):
         first_ids(Source(str(tmp_path / "empty")))
+    source = Source(str(folder), streaming=True, limit=4)
+    before = source.fingerprint()
+    write_jsonl(folder / "test.jsonl", rows(2))  # in place: the folder itself has its time as before
+    assert source.fingerprint() != before
     with pytest.raises(RunError, match=r"test\.jsonl: split is for datasets of folders and of the hub"):
         first_ids(Source(str(folder / "test.jsonl"), split="train"))
 
