@@ -40,7 +40,7 @@ class Dataset:
             `Sample`, or one of `mlora.data.preference`.
         warnings: one line for each reason to cut, leave out or doubt samples.
         fingerprint: what tells its rows from others; see `Source.fingerprint`.
-        path: of its file or folder, or the hub's id; of several the first, and how many more.
+        path: of its file or folder, or the hub's id, for messages; of several the first, and how many more.
     """
 
     samples: Samples = field(default_factory=Samples)

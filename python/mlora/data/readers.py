@@ -79,6 +79,8 @@ def named(place: str, fields: dict[str, Any], columns: Columns) -> dict[str, Any
 
     Other columns keep their names. Raises RunError if a column is missing.
     """
+    if not columns:
+        return fields
     for name, column in columns:
         if column not in fields:
             has = ", ".join(map(repr, fields)) or "no columns"

@@ -327,7 +327,8 @@ def _with_template_of(data: Dataset, tokenizer: Any, base: BaseInfo) -> Dataset:
     if template is None or template == base.tokenizer().chat_template:
         return data
     told = repr((data.fingerprint, template))
-    return replace(data, fingerprint=hashlib.sha256(told.encode()).hexdigest())
+    digest = hashlib.sha256(told.encode()).hexdigest()
+    return replace(data, fingerprint=digest, path=f"{data.path}, or its chat template")
 
 
 def check_loss(objective: Any) -> None:
