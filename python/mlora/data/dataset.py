@@ -157,7 +157,8 @@ def held_out(parts: Sequence[Dataset], share: float, seed: int) -> list[tuple[Da
     count = sum(sizes)
     held = math.ceil(count * share) if share < 1 else int(share)
     if held >= count:
-        raise RunError(f"validation_split: holds out {held} of {count} samples, and none is left to train on")
+        none = "and none is left to train on"
+        raise RunError(f"{parts[0].path}: validation_split holds out {held} of {count} samples, {none}")
     drawn = np.zeros(count, bool)
     drawn[order_of(count, seed, "validation")[:held]] = True
     sides = np.split(drawn, np.cumsum(sizes)[:-1])
