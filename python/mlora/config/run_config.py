@@ -485,6 +485,7 @@ class RunConfig(Strict):
         folders += self.sweep.folders if self.sweep else []
         return [
             *(file.path for dataset in self.datasets for file in dataset.path),
+            *(dataset.chat_template for dataset in self.datasets if dataset.chat_template),
             *folders,
             self.base_model,
         ]

@@ -144,7 +144,7 @@ class DatasetConfig(Strict):
         default=None,
         gt=0,
         description="Samples to hold out, for adapters whose `eval_dataset` is this one: a share below 1, "
-        "or a number.",
+        "or a number, of all files together.",
     )
     chat_template: ResolvedPath | None = Field(
         default=None, description="Jinja file in place of the model's chat template."

@@ -40,7 +40,7 @@ class Dataset:
             `Sample`, or one of `mlora.data.preference`.
         warnings: one line for each reason to cut, leave out or doubt samples.
         fingerprint: what tells its rows from others; see `Source.fingerprint`.
-        path: of its file or folder, or the hub's id; of several the first, and how many more.
+        path: of its file or folder, or the hub's id, for messages; of several the first, and how many more.
     """
 
     samples: Samples = field(default_factory=Samples)
@@ -93,14 +93,18 @@ def load_dataset(
     except FormatError as error:
         raise RunError(f"{path}: the dataset {name!r} of format {format}: {error}") from None
     counts: Counter[str] = Counter()
-    records = _parsed(path, source.rows(), format, parse, vocab_size)
+    is_file = os.path.isfile(path)  # a pipe is read once
+    rows = _unchanged(source, name) if is_file else source.rows()
+    digest = source.fingerprint() if is_file else ""
+    records = _parsed(path, rows, format, parse, vocab_size)
     kept = _kept(records, max_length, max_positions, counts)
     if cache is None or not cache.keeps(source):
         samples = Samples.of(kept)
-        digest = source.fingerprint()  # afterwards, since a pipe is read once
+        digest = digest or source.fingerprint()
     else:
-        digest = source.fingerprint()
-        where = digest, source.split, source.subset, source.columns
+        digest = digest or source.fingerprint()
+        kind = tuple(suffix.lower() for suffix in Path(path).suffixes)  # tells CSV, TSV and others
+        where = digest, kind, source.split, source.subset, source.columns
         how = format, assistant_only_loss, style, labels, max_length, vocab_size, max_positions
         key = table_key(tokenizer, *where, *how)
         samples = cache.table(key, kept, counts)
@@ -137,24 +141,35 @@ def joined(parts: Sequence[Dataset], weights: Sequence[float], seed: int) -> Dat
     return Dataset(Samples.joined(found), warnings, digest, path)
 
 
-def held_out(data: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Returns what is left for training, in its order, and what is held out, drawn at random.
+def held_out(parts: Sequence[Dataset], share: float, seed: int) -> list[tuple[Dataset, Dataset]]:
+    """Returns what is left for training of each part, and what is held out, drawn at random from all.
+
+    Both are in their order. Of all parts together, at least one sample stays on each side.
 
     Args:
-        share: of the samples, rounded up; from 1 on their number. At least one stays on each side.
+        share: of the samples, rounded up; from 1 on their number.
         seed: of the draw.
 
     Raises:
         RunError: there are not enough samples.
     """
-    count = len(data.samples)
+    sizes = [len(part.samples) for part in parts]
+    count = sum(sizes)
     held = math.ceil(count * share) if share < 1 else int(share)
     if held >= count:
-        raise RunError(f"validation_split: holds out {held} of {count} samples, and none is left to train on")
-    order = order_of(count, seed, "validation")
-    parts = (data.samples.chosen(np.sort(rows)) for rows in (order[held:], order[:held]))
-    train, rest = (Dataset(samples, data.warnings, data.fingerprint, data.path) for samples in parts)
-    return train, rest
+        none = "and none is left to train on"
+        raise RunError(f"{parts[0].path}: validation_split holds out {held} of {count} samples, {none}")
+    drawn = np.zeros(count, bool)
+    drawn[order_of(count, seed, "validation")[:held]] = True
+    sides = np.split(drawn, np.cumsum(sizes)[:-1])
+    return [
+        (_of_rows(part, np.flatnonzero(~side)), _of_rows(part, np.flatnonzero(side)))
+        for part, side in zip(parts, sides, strict=True)
+    ]
+
+
+def _of_rows(data: Dataset, rows: NDArray[np.int64]) -> Dataset:
+    return Dataset(data.samples.chosen(rows), data.warnings, data.fingerprint, data.path)
 
 
 def order_of(count: int, seed: int, what: str) -> NDArray[np.int64]:
@@ -163,6 +178,18 @@ def order_of(count: int, seed: int, what: str) -> NDArray[np.int64]:
 
 
 _TOTAL = "samples"
+
+
+def _unchanged(source: Source, name: str) -> Iterator[Row]:
+    """Returns the rows of a file, which raise a RunError at their end if it has changed from now on."""
+    before = source.version
+
+    def rows() -> Iterator[Row]:
+        yield from source.rows()
+        if source.version != before:
+            raise RunError(f"{source.path}: the dataset {name!r} changed while it was read; try again")
+
+    return rows()
 
 
 def _parsed(

@@ -10,7 +10,8 @@ import json
 import lzma
 import os
 import sys
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +20,8 @@ from mlora.errors import RunError, first_line
 
 Row = tuple[str, dict[str, Any]]
 """Where a row stands, for messages, and its fields."""
+Columns = Sequence[tuple[str, str]]
+"""Fields, and the columns that hold them."""
 
 _TEXT = "text prompt completion instruction input output system question context chosen rejected"
 TEXT = frozenset(_TEXT.split())
@@ -34,17 +37,23 @@ _PACKED: dict[bytes, Callable[[Path], Any]] = {
     b"\xfd7zXZ\0": lzma.open,
     b"\x28\xb5\x2f\xfd": lambda path: _zstd(path),
 }
+_LONGEST = 2**31 - 1  # characters of a CSV value
 _SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}
+_STREAM = b"\xff\xff\xff\xff"  # begins Arrow's streaming format, which `datasets` writes
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path, columns: Columns = ()) -> Iterator[Row]:
     """Yields the rows of a jsonl, JSON (a list of objects), CSV, TSV, Parquet or Arrow file.
 
     Its content tells which; of CSV and TSV, its name. jsonl, JSON, CSV and TSV may be packed (gzip, bzip2,
     xz, zstd). Only a JSON list is in memory as a whole.
 
+    Args:
+        columns: see `named`.
+
     Raises:
-        RunError: it cannot be read, or is of another kind; names the file and, if it can, the line.
+        RunError: it cannot be read, is of another kind, or lacks a column; names the file and, if it can,
+            the line.
     """
     try:
         start = _start(path)
@@ -52,17 +61,33 @@ def read_rows(path: Path) -> Iterator[Row]:
             if start.startswith(magic):
                 raise RunError(f"{path}: is {what}")
         if start.startswith(b"PAR1"):
-            yield from _parquet(path)
-        elif start.startswith(b"ARROW1"):
-            yield from _arrow(path)
+            yield from _parquet(path, columns)
+        elif start.startswith((b"ARROW1", _STREAM)):
+            yield from _arrow(path, columns, stream=start.startswith(_STREAM))
         else:
-            yield from _text(path, start)
+            yield from _text(path, start, columns)
     except EOFError as error:
         raise RunError(f"{path}: cannot be read: {first_line(error)}") from error
-    except (OSError, lzma.LZMAError) as error:
+    except (OSError, lzma.LZMAError, zlib.error) as error:
         raise RunError(
             f"{path}: cannot be read: {getattr(error, 'strerror', None) or first_line(error)}"
         ) from error
+
+
+def named(place: str, fields: dict[str, Any], columns: Columns) -> dict[str, Any]:
+    """Returns the fields of a row, of which those of `columns` stand in columns of other names.
+
+    Other columns keep their names. Raises RunError if a column is missing.
+    """
+    if not columns:
+        return fields
+    for name, column in columns:
+        if column not in fields:
+            has = ", ".join(map(repr, fields)) or "no columns"
+            raise RunError(f"{place}: columns.{name}: {column!r} is missing; the row has {has}")
+    taken = {column for _, column in columns}
+    rest = {key: value for key, value in fields.items() if key not in taken}
+    return rest | {name: fields[column] for name, column in columns}
 
 
 def _start(path: Path) -> bytes:
@@ -78,7 +103,7 @@ def _zstd(path: Path) -> IO[bytes]:
     return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"))
 
 
-def _text(path: Path, start: bytes) -> Iterator[Row]:
+def _text(path: Path, start: bytes, columns: Columns) -> Iterator[Row]:
     name = path.with_suffix("") if path.suffix.lower() in _SUFFIXES else path
     opened = next((how for magic, how in _PACKED.items() if start.startswith(magic)), None)
     with opened(path) if opened else open(path, "rb") as file:
@@ -86,11 +111,13 @@ def _text(path: Path, start: bytes) -> Iterator[Row]:
             start = file.peek(256)[:256]  # type: ignore[attr-defined]
         begins = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
         if begins == b"[" and name.suffix.lower() not in (".csv", ".tsv"):
-            yield from _array(path, file)
+            rows = _array(path, file)
         elif begins != b"{" and name.suffix.lower() in (".csv", ".tsv"):
-            yield from _table(path, file, "\t" if name.suffix.lower() == ".tsv" else ",")
+            yield from _table(path, file, "\t" if name.suffix.lower() == ".tsv" else ",", columns)
+            return
         else:
-            yield from _lines(path, file)
+            rows = _lines(path, file)
+        yield from ((place, named(place, fields, columns)) for place, fields in rows)
 
 
 def _lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
@@ -136,19 +163,29 @@ def _array(path: Path, file: IO[bytes]) -> Iterator[Row]:
         yield place, _object(fields, place)
 
 
-def _table(path: Path, file: IO[bytes], delimiter: str) -> Iterator[Row]:
+def _table(path: Path, file: IO[bytes], delimiter: str, columns: Columns) -> Iterator[Row]:
+    csv.field_size_limit(_LONGEST)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     reader = csv.DictReader(text, delimiter=delimiter, strict=True)
     try:
+        _check_names(path, reader.fieldnames or ())
         for fields in reader:
             place = f"{path}:{reader.line_num}"
             if None in fields or None in fields.values():
                 raise RunError(f"{place}: has another number of values than the first line has names")
-            yield place, given({key: _value(key, value) for key, value in fields.items()})
+            own = named(place, fields, columns)
+            values = ((key, _value(key, value)) for key, value in own.items())
+            yield place, {key: value for key, value in values if value is not None}
     except csv.Error as error:
         raise RunError(f"{path}:{reader.line_num}: is not CSV: {error}") from error
     except UnicodeDecodeError as error:
         raise RunError(f"{path}:{reader.line_num + 1}: is not UTF-8: {error.reason}") from error
+
+
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    twice = [name for name in dict.fromkeys(names) if name and names.count(name) > 1]
+    if twice:
+        raise RunError(f"{path}: has two columns {twice[0]!r}; remove or rename one")
 
 
 def _value(key: str, value: str) -> Any:
@@ -158,41 +195,57 @@ def _value(key: str, value: str) -> Any:
     if not value:
         return None
     try:
-        return json.loads(value.lower() if value in ("True", "False") else value)
+        text = value.lower() if value in ("True", "False") else value
+        return json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError):
         return value
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _no_number(name: str) -> None:
+    raise ValueError(name)  # NaN and Infinity are no JSON
+
+
+def _parquet(path: Path, columns: Columns) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        batches = pq.ParquetFile(path).iter_batches()
-        yield from _rows_of(path, batches)
+        file = pq.ParquetFile(path)
+        _check_names(path, file.schema_arrow.names)
+        yield from _rows_of(path, file.iter_batches(), columns)
     except pa.ArrowInvalid as error:
         raise RunError(f"{path}: is no whole Parquet file: {first_line(error)}") from error
 
 
-def _arrow(path: Path) -> Iterator[Row]:
+def _arrow(path: Path, columns: Columns, *, stream: bool) -> Iterator[Row]:
     import pyarrow as pa
 
     try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-        yield from _rows_of(path, batches)
+        source = pa.memory_map(str(path))
+        reader = pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)
+        _check_names(path, reader.schema.names)
+        parts = range(0 if stream else reader.num_record_batches)
+        batches = reader if stream else (reader.get_batch(index) for index in parts)
+        yield from _rows_of(path, batches, columns)
     except pa.ArrowInvalid as error:
         raise RunError(f"{path}: is no whole Arrow file: {first_line(error)}") from error
 
 
-def _rows_of(path: Path, batches: Iterator[Any]) -> Iterator[Row]:
+def _rows_of(path: Path, batches: Iterable[Any], columns: Columns) -> Iterator[Row]:
     number = 0
     for batch in batches:
         for fields in batch.to_pylist():
             number += 1
-            yield f"{path}, row {number}", given(fields)
+            place = f"{path}, row {number}"
+            yield place, given(named(place, fields, columns))
 
 
-def given(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields that a row of a table has; one that it lacks is null there."""
-    return {key: value for key, value in fields.items() if value is not None}
+def given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that a row of a table has, and those of its messages; others are null there."""
+    return {key: _given(value) for key, value in fields.items() if value is not None}
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_given(one) for one in value] if value and isinstance(value[0], dict | list) else value
+    return given(value) if isinstance(value, dict) else value

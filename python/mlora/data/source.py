@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlora.config.sections import DatasetConfig, is_hub_dataset
-from mlora.data.readers import Row, given, read_rows
+from mlora.data.readers import Row, given, named, read_rows
 from mlora.errors import RunError, first_line
 
 
@@ -48,10 +48,13 @@ class Source:
         """
         self._check()
         if is_hub_dataset(self.path) or os.path.isdir(self.path):
-            rows = self._of_datasets()
+            found = self._of_datasets()
+            rows: Iterator[Row] = (
+                (place, given(named(place, fields, self.columns))) for place, fields in found
+            )
         else:
-            rows = read_rows(Path(self.path))
-        yield from islice(self._renamed(rows) if self.columns else rows, self.limit)
+            rows = read_rows(Path(self.path), self.columns)
+        yield from islice(rows, self.limit)
 
     def _check(self) -> None:
         """Refuses what would be ignored. Raises RunError."""
@@ -63,19 +66,11 @@ class Source:
                     where = "the hub" if folder else "folders and of the hub"
                     raise RunError(f"{self.path}: {key} is for datasets of {where}; remove it")
 
-    def _renamed(self, rows: Iterator[Row]) -> Iterator[Row]:
-        taken = {column for _, column in self.columns}
-        for place, fields in rows:
-            for name, column in self.columns:
-                if column not in fields:
-                    has = ", ".join(map(repr, fields)) or "no columns"
-                    raise RunError(f"{place}: columns.{name}: {column!r} is missing; the row has {has}")
-            rest = {key: value for key, value in fields.items() if key not in taken}
-            yield place, rest | {name: fields[column] for name, column in self.columns}
-
     def _of_datasets(self) -> Iterator[Row]:
-        for number, fields in enumerate(self._loaded(), 1):
-            yield f"{self.path}, row {number}", given(fields)
+        rows = enumerate(self._loaded(), 1)
+        with self._faults():  # with `streaming`, files are read here
+            for number, fields in rows:
+                yield f"{self.path}, row {number}", fields
 
     def _loaded(self) -> Any:
         import datasets
@@ -97,7 +92,8 @@ class Source:
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             folder = os.path.isdir(self.path)
             what = "as a folder of data files" if folder else "no such file or folder, and on the hub"
-            raise RunError(f"{self.path}: {what} it cannot be read: {first_line(error)}") from error
+            reasons = dict.fromkeys(first_line(one) for one in (error, error.__cause__) if one)
+            raise RunError(f"{self.path}: {what} it cannot be read: {': '.join(reasons)}") from error
 
     def _split_of(self, found: Any) -> Any:
         if not isinstance(found, dict):
@@ -114,7 +110,9 @@ class Source:
         limit = "" if self.limit is None else f"first {self.limit} of "
         if is_hub_dataset(self.path):
             return limit + (self._of_builder() if self.streaming else str(self._loaded()._fingerprint))
-        return limit + (f"{self.path} {self.version}" if self.streaming else fingerprint(self.path))
+        if not self.streaming:
+            return limit + fingerprint(self.path)
+        return limit + hashlib.sha256(repr((self.path, self.version)).encode()).hexdigest()
 
     def _of_builder(self) -> str:
         import datasets
@@ -124,11 +122,11 @@ class Source:
         return f"{self.path} {builder.config.name} {self.split or 'train'} {builder.hash}"
 
     @property
-    def version(self) -> tuple[int, int] | None:
-        """What tells a file from one that was there before it; None of all else."""
+    def version(self) -> tuple[tuple[str, int, int], ...] | None:
+        """What tells a file or folder from one that was there before it; None of all else."""
         with suppress(OSError):
-            found = os.stat(self.path)
-            return found.st_mtime_ns, found.st_size
+            found = [(str(file), file.stat()) for file in self._files()]
+            return tuple((name, each.st_mtime_ns, each.st_size) for name, each in found)
         return None
 
     @property
@@ -136,9 +134,11 @@ class Source:
         """The bytes of the file or folder; infinite for a dataset of the hub."""
         if is_hub_dataset(self.path):
             return float("inf")
+        return sum(file.stat().st_size for file in self._files() if file.is_file())
+
+    def _files(self) -> list[Path]:
         path = Path(self.path)
-        files = path.rglob("*") if path.is_dir() else [path]
-        return sum(file.stat().st_size for file in files if file.is_file())
+        return sorted(path.rglob("*")) if path.is_dir() else [path]
 
 
 def sources_of(dataset: DatasetConfig) -> list[tuple[Source, float]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import pyarrow as pa
 
@@ -62,7 +63,7 @@ class TokenCache:
     def _written(
         self, path: Path, noted: Path, rows: Iterable[tuple[Any, Prompt | None]], counts: Counter[str]
     ) -> Samples:
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part = path.with_name(f"{path.name}.{uuid4().hex}.part")  # machines may share the folder
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not write_table(rows, str(part)):

@@ -6,8 +6,8 @@ themselves take four bytes each in place of the one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mlora.data.preference import Judged, Pair
 from mlora.data.record import NOT_TRAINED, AnswerSample, LabelledSample, Prompt, Sample
 
-_ROWS = 10_000  # of a record batch
+_ROWS, _TOKENS = 10_000, 1 << 20  # of a record batch, about: what is in memory while a table is written
 _SCHEMA = pa.schema(
     {
         "ids": pa.list_(pa.int32()),  # of all sequences of the sample
@@ -117,12 +117,22 @@ def write_table(rows: Iterable[tuple[Any, Prompt | None]], sink: Any) -> int:
     kind = type(first[0])
     schema = _SCHEMA.with_metadata({"kind": kind.__name__})
     with pa.ipc.new_file(sink, schema) as writer:
-        part = [first, *islice(rows, _ROWS - 1)]
-        while part:
+        for part in _parts(chain([first], rows)):
             count += len(part)
             writer.write_batch(pa.record_batch(_arrays(part, _KINDS[kind].columns), schema=schema))
-            part = list(islice(rows, _ROWS))
     return count
+
+
+def _parts(rows: Iterable[tuple[Any, Prompt | None]]) -> Iterator[list[tuple[Any, Prompt | None]]]:
+    part, tokens = list[tuple[Any, Prompt | None]](), 0
+    for row in rows:
+        part.append(row)
+        tokens += row[0].rows
+        if len(part) >= _ROWS or tokens >= _TOKENS:
+            yield part
+            part, tokens = [], 0
+    if part:
+        yield part
 
 
 def _arrays(part: Sequence[tuple[Any, Prompt | None]], columns: Callable[[Any], _Columns]) -> list[pa.Array]:

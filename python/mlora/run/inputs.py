@@ -63,6 +63,8 @@ def inputs_of_sweep(config: RunConfig) -> dict[str, list[str]]:
     for data in (each for each in config.datasets if each.name in named):
         with suppress(RunError):  # trials whose data cannot be read are refused
             found[f"the dataset {data.name}"] = [source.fingerprint() for source, _ in sources_of(data)]
+            if data.chat_template:
+                found[f"the chat template of {data.name}"] = [fingerprint(data.chat_template)]
     for folder in config.sweep.folders:
         files = sorted([*Path(folder).glob("adapter_*.*"), *Path(folder).glob("labels.json")])
         found[f"init_from ({folder})"] = [fingerprint(file) for file in files]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +23,7 @@ from mlora.data.label_formats import LabelRules
 from mlora.data.preference import joined as joint
 from mlora.data.record import Sample, sequence_lengths
 from mlora.data.sampler import BatchPlan, task_seed
-from mlora.data.source import sources_of
+from mlora.data.source import Source, sources_of
 from mlora.data.token_cache import TokenCache
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
@@ -269,7 +270,9 @@ class TaskBuilder:
         A submitted task reads files that have changed anew; all trials of a sweep read the first.
         """
         trials = self._config.sweep is not None
-        return [(source, None if trials else source.version) for source, _ in sources_of(dataset)]
+        read = [source for source, _ in sources_of(dataset)]
+        read += [Source(dataset.chat_template)] if dataset.chat_template else []
+        return [(source, None if trials else source.version) for source in read]
 
     def _plan(self, adapter: AdapterConfig, data: Dataset) -> BatchPlan:
         return BatchPlan(
@@ -286,7 +289,7 @@ class TaskBuilder:
         """Returns a dataset without the samples that it holds out, or these, as an adapter reads it."""
         style = style_of(adapter.objective)
         how = adapter.max_length, adapter.assistant_only_loss, style, labels
-        key = dataset.name, dataset.format, dataset.chat_template, held, *how, *self._versions(dataset)
+        key = dataset.model_dump_json(), held, *how, *self._versions(dataset)
         if key in self._loaded:
             return self._loaded[key]
         tokenizer = None if needs_no_tokenizer(dataset) else self._base.tokenizer()
@@ -311,11 +314,21 @@ class TaskBuilder:
         ]
         seed, share = task_seed(self._config.seed, f"dataset {dataset.name}"), dataset.validation_split
         if share is not None:
-            parts = [held_out(part, share, seed)[held] for part in parts]
+            parts = [pair[held] for pair in held_out(parts, share, seed)]
         weights = [1.0 if held else weight for _, weight in sources_of(dataset)]
-        self._loaded[key] = joined(parts, weights, seed)
+        self._loaded[key] = _with_template_of(joined(parts, weights, seed), tokenizer, self._base)
         self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
         return self._loaded[key]
+
+
+def _with_template_of(data: Dataset, tokenizer: Any, base: BaseInfo) -> Dataset:
+    """Returns data whose fingerprint tells a chat template that is not the base model's own."""
+    template = tokenizer and tokenizer.chat_template
+    if template is None or template == base.tokenizer().chat_template:
+        return data
+    told = repr((data.fingerprint, template))
+    digest = hashlib.sha256(told.encode()).hexdigest()
+    return replace(data, fingerprint=digest, path=f"{data.path}, or its chat template")
 
 
 def check_loss(objective: Any) -> None:

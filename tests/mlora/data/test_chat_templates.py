@@ -51,6 +51,9 @@ def test_a_template_of_a_file(tiny_base: Path, tmp_path: Path) -> None:
     assert texts_of(tokenizer, task.data.samples[0]) == (whole, whole)
     task = task_of(tiny_base, tmp_path, own, assistant_only_loss=True)
     assert texts_of(tokenizer, task.data.samples[0]) == (whole, "24")
+    before = task.data.fingerprint
+    (tmp_path / "own.jinja").write_text(MARKED + "\n")
+    assert task_of(tiny_base, tmp_path, own).data.fingerprint != before  # a resume refuses it
     with pytest.raises(RunError, match=r"chat_template: .*none\.jinja: cannot be read: No such file"):
         task_of(tiny_base, tmp_path, {"chat_template": "none.jinja"})
     with pytest.raises(RunError, match=r"messages need a chat template, .*; give one in chat_template"):

@@ -45,6 +45,11 @@ def ipc(sink: Any, rows: pa.Table) -> None:
         writer.write_table(rows)
 
 
+def ipc_stream(sink: Any, rows: pa.Table) -> None:
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_table(rows)
+
+
 def zstd(content: bytes) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "zstd") as stream:
@@ -64,6 +69,7 @@ FILES = {
     "d.parquet": of_arrow(lambda sink, rows: pq.write_table(rows, sink)),
     "no-suffix": of_arrow(lambda sink, rows: pq.write_table(rows, sink, row_group_size=1)),
     "d.arrow": of_arrow(ipc),
+    "stream.arrow": of_arrow(ipc_stream),
     "d.jsonl.gz": gzip.compress(JSONL),
     "packed.jsonl": gzip.compress(JSONL),
     "d.csv.gz": gzip.compress(table(",")),
@@ -90,10 +96,41 @@ def test_what_a_row_of_a_table_lacks_is_missing(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_message_lacks_is_missing(tmp_path: Path) -> None:
+    """A column of messages has the keys of all of them; templates ask which ones a message has."""
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"x": 1}]}]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    assert [fields for _, fields in read_rows(tmp_path / "d.parquet")] == rows
+
+
+def test_values_of_csv(tmp_path: Path) -> None:
+    values = ["1", "1.5", "true", "True", "01", "NaN", "-Infinity", "[NaN]", "yes", "null", "x" * 200_000]
+    (tmp_path / "d.csv").write_text("text,label\n" + "".join(f"t,{value}\n" for value in values))
+    found = [fields.get("label") for _, fields in read_rows(tmp_path / "d.csv")]
+    assert found == [1, 1.5, True, True, "01", "NaN", "-Infinity", "[NaN]", "yes", None, "x" * 200_000]
+
+
+def test_columns_of_csv_are_read_as_the_fields_that_they_hold(tmp_path: Path) -> None:
+    """Text stays text whatever its column is called, and a column without a value is not a missing one."""
+    (tmp_path / "d.csv").write_text("q,a,mark\n1,064,\n[2],,3\n")
+    columns = (("prompt", "q"), ("completion", "a"), ("label", "mark"))
+    assert [fields for _, fields in read_rows(tmp_path / "d.csv", columns)] == [
+        {"prompt": "1", "completion": "064"},
+        {"prompt": "[2]", "completion": "", "label": 3},
+    ]
+    pq.write_table(pa.table({"mark": pa.array([1, None])}), tmp_path / "d.parquet")
+    found = read_rows(tmp_path / "d.parquet", (("label", "mark"),))
+    assert [fields for _, fields in found] == [{"label": 1}, {}]
+
+
 def zipped() -> bytes:
     with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
         archive.writestr("inner", JSONL)
     return buffer.getvalue()
+
+
+def two_columns(sink: Any, rows: pa.Table) -> None:
+    pq.write_table(pa.Table.from_arrays([rows["label"], rows["done"]], names=["a", "a"]), sink)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +149,9 @@ def zipped() -> bytes:
         ("d.csv", b"a,b\n1,2,3\n", "d.csv:2: has another number of values"),
         ("d.csv", b'a,b\n1,"2\n', "d.csv:1: is not CSV: unexpected end of data"),
         ("d.csv", b"a,b\n\xff,2\n", "is not UTF-8: invalid start byte"),
+        ("d.csv", b"a,b,a\n1,2,3\n", "d.csv: has two columns 'a'; remove or rename one"),
+        ("d.parquet", of_arrow(two_columns), "d.parquet: has two columns 'a'; remove or rename one"),
+        ("d.gz", FILES["d.jsonl.gz"][:10] + b"\xff" * 40, "d.gz: cannot be read: "),
         ("d.jsonl", b'{"a": 1}\n{\n', "d.jsonl:2: is not JSON: an object continues on the next line"),
     ],
     ids=map(str, count()),

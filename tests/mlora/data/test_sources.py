@@ -57,13 +57,50 @@ def test_weights_say_how_often_samples_are_there(tmp_path: Path) -> None:
 def test_samples_are_held_out(tmp_path: Path) -> None:
     data = load(counted(tmp_path, "a.jsonl", 0, 10))
     for share, count in ((0.25, 3), (4, 4), (0.01, 1)):
-        rest, held = (ids_of(part) for part in held_out(data, share, 3))
+        rest, held = (ids_of(part) for part in held_out([data], share, 3)[0])
         assert len(held) == count
         assert sorted(rest + held) == list(range(10))
         assert rest == sorted(rest)
         assert held == sorted(held)
-    with pytest.raises(RunError, match="validation_split: holds out 10 of 10 samples, and none is left"):
-        held_out(data, 10, 3)
+    with pytest.raises(RunError, match=r"a\.jsonl: validation_split holds out 10 of 10 samples, and none is"):
+        held_out([data], 10, 3)
+
+
+def test_a_number_of_held_out_samples_is_that_of_all_files(tmp_path: Path) -> None:
+    parts = [load(counted(tmp_path, "a.jsonl", 0, 10)), load(counted(tmp_path, "b.jsonl", 10, 5))]
+    found = held_out(parts, 6, 3)
+    rest, held = ([ids_of(pair[side]) for pair in found] for side in (0, 1))
+    assert len(held[0] + held[1]) == 6
+    assert sorted(rest[0] + held[0]) == list(range(10))
+    assert sorted(rest[1] + held[1]) == list(range(10, 15))
+    assert sum(len(pair[0].samples) for pair in held_out(parts, 14, 3)) == 1
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = counted(tmp_path, "a.jsonl", 0, 3)
+    read = Source.rows
+
+    def changed(self: Source) -> Any:
+        yield from read(self)
+        path.write_text(path.read_text() + "more")
+
+    monkeypatch.setattr(Source, "rows", changed)
+    with pytest.raises(RunError, match=r"a\.jsonl: the dataset 'd' changed while it was read; try again"):
+        load(path)
+
+
+def test_datasets_of_one_name_are_told_apart(tiny_base: Path, tmp_path: Path) -> None:
+    """Tasks that are submitted bring datasets of their own."""
+    data = run_data(tiny_base, tmp_path)
+    counted(tmp_path, "a.jsonl", 0, 4)
+    own = {"name": "mix", "path": "a.jsonl", "format": "tokens"}
+    data["datasets"] = [own]
+    data["adapters"] = [data["adapters"][0] | {"dataset": "mix", "eval_dataset": None, "eval_steps": None}]
+    twice = data | {"datasets": [own | {"path": [{"path": "a.jsonl", "weight": 2}]}]}
+    one, two = (resolve_config(each, folder=tmp_path) for each in (data, twice))
+    builder = TaskBuilder(one, BaseInfo(str(tiny_base), str(tiny_base)))
+    assert ids_of(builder.build(one.adapters[0]).data) == [0, 1, 2, 3]
+    assert ids_of(builder.build(two.adapters[0], two.datasets).data) == [0, 1, 2, 3] * 2
 
 
 def test_views_keep_what_the_table_knows(tmp_path: Path) -> None:
@@ -103,7 +140,8 @@ def test_a_run_of_several_files_with_a_held_out_part(tiny_base: Path, tmp_path: 
     task = task_of(data, tiny_base, tmp_path)
     assert task.eval_data is not None
     trained, held = ids_of(task.data), ids_of(task.eval_data)
-    assert (len(trained), len(held)) == (9 + 2 * 6, 3 + 2)
+    assert len(held) == 5
+    assert len(trained) == 15 + len([n for n in set(trained) if n >= 100])
     assert set(trained) | set(held) == {*range(12), *range(100, 108)}
     assert not set(trained) & set(held)
     assert ids_of(task_of(data, tiny_base, tmp_path).data) == trained
@@ -150,9 +188,17 @@ def test_a_folder_of_data_files(tmp_path: Path) -> None:
     assert first_ids(Source(str(folder))) == [0, 1, 2, 0, 1]
     assert first_ids(Source(str(folder), split="test")) == [0]
     assert first_ids(Source(str(folder), streaming=True, limit=4)) == [0, 1, 2, 0]
+    (folder / "train-1.jsonl").write_text('{"input_ids": [1]}\n{bad\n')
+    for streaming in (False, True):
+        with pytest.raises(RunError, match=r"files: as a folder of data files it cannot be read: .*JSON"):
+            first_ids(Source(str(folder), streaming=streaming, limit=9))
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match="empty: as a folder of data files it cannot be read: "):
         first_ids(Source(str(tmp_path / "empty")))
+    source = Source(str(folder), streaming=True, limit=4)
+    before = source.fingerprint()
+    write_jsonl(folder / "test.jsonl", rows(2))  # in place: the folder itself has its time as before
+    assert source.fingerprint() != before
     with pytest.raises(RunError, match=r"test\.jsonl: split is for datasets of folders and of the hub"):
         first_ids(Source(str(folder / "test.jsonl"), split="train"))
 

@@ -120,6 +120,17 @@ def test_what_changes_samples_is_another_table(lines: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("small")
+def test_the_same_bytes_by_other_names(tmp_path: Path) -> None:
+    """A name says how CSV and TSV are read."""
+    cache = TokenCache(tmp_path / "cache")
+    for name in ("d.tsv", "d.csv"):
+        (tmp_path / name).write_text("input_ids\tlabels\n[1, 2]\t[1, 2]\n")
+    assert len(load(tmp_path / "d.tsv", cache).samples) == 1
+    with pytest.raises(RunError, match=r"d\.csv:2: has another number of values"):
+        load(tmp_path / "d.csv", cache)
+
+
+@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("damage", [b"", b"ARROW1", None])
 def test_a_damaged_table_is_made_anew(damage: bytes | None, lines: Path, tmp_path: Path) -> None:
     cache = TokenCache(tmp_path / "cache")
@@ -170,6 +181,13 @@ def test_small_files_and_pipes_are_not_kept(lines: Path, tmp_path: Path) -> None
     assert len(load(Path(f"/dev/fd/{read}"), cache).samples) == 7
     os.close(read)
     assert not (tmp_path / "cache").exists()
+
+
+def test_long_samples_are_written_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlora.data.token_table._TOKENS", 10)
+    samples = Samples.of(rows_of([Sample((1,) * 6, (1,) * 6)] * 5))
+    assert [len(part.lengths) for part in samples._parts] == [2, 2, 1]
+    assert len(list(samples)) == 5
 
 
 def test_rows_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

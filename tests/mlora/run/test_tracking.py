@@ -16,6 +16,8 @@ from mlora.config.config_file import load_config, resolve_config
 from mlora.errors import RunError
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
+from mlora.run.trackers.background import Background
+from mlora.run.trackers.tracked_runs import TrackedRuns
 from mlora.run.trackers.tracker import Tracker
 from mlora.run.trackers.tracking import Tracking
 from test_resume import Crashing
@@ -178,6 +180,36 @@ def test_one_that_hangs_delays_the_end_only(
         assert start(tiny_base, tmp_path, watching).status == "finished"
         assert [line for line in watching.lines if "report_to" in line] == [
             "report_to: listening: did not take all values within 0.2 s; training goes on without it"
+        ]
+    finally:
+        free.set()
+
+
+def test_the_end_waits_once_for_all_trackers(tiny_base: Path, tmp_path: Path) -> None:
+    waited = []
+
+    class Waits(Background):
+        def wait(self, seconds: float) -> bool:
+            waited.append(seconds)
+            return super().wait(0.0 if self.tracker.told else seconds)
+
+    def exits() -> None:
+        raise SystemExit("from a library")
+
+    one, two = Waits(Listening([])), Waits(Listening(["hangs"]))
+    free = threading.Event()
+    two.tell(free.wait)
+    one.tell(exits)
+    config = resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path)
+    watching = Watching()
+    tracking = Tracking(config, {}, TrackedRuns(tmp_path / "tracking.jsonl"), watching, 50.0)
+    tracking._trackers = {"two": two, "one": one}
+    try:
+        tracking.close()
+        assert waited[1] <= waited[0] <= 50.0
+        assert watching.lines == [
+            "report_to: two: did not take all values within 50 s; training goes on without it",
+            "report_to: one: SystemExit: from a library; training goes on without it",
         ]
     finally:
         free.set()

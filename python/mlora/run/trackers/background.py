@@ -9,7 +9,7 @@ from queue import SimpleQueue
 from mlora.errors import first_line
 from mlora.run.trackers.tracker import Tracker
 
-PATIENCE = 60.0  # seconds that the end of a run waits for what is still to be sent
+PATIENCE = 60.0  # seconds that the end of a run waits for what trackers are still to be sent
 
 
 class _Failures:
@@ -22,21 +22,16 @@ class _Failures:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception):
+        if error is not None:
             self.told = self.told or f"{type(error).__name__}: {first_line(error)}"
-        return isinstance(error, Exception)
+        return True
 
 
 class Background:
-    """A tracker and its thread. After a failure nothing more is sent.
+    """A tracker and its thread. After a failure nothing more is sent."""
 
-    Args:
-        patience: seconds that `close` waits.
-    """
-
-    def __init__(self, tracker: Tracker, patience: float = PATIENCE) -> None:
-        self.tracker = tracker
-        self._patience, self._failures = patience, _Failures()
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker, self._failures = tracker, _Failures()
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
         self._thread.start()
@@ -60,9 +55,11 @@ class Background:
         """Ends the thread once it has made all calls."""
         self._calls.put(None)
 
-    def close(self) -> None:
-        """Waits until all calls are made, or for the time of `patience`."""
-        self.stop()
-        self._thread.join(self._patience)
-        if self._thread.is_alive():
-            self._failures.told = f"did not take all values within {self._patience:g} s"
+    def wait(self, seconds: float) -> bool:
+        """Waits until the thread has ended, for so many seconds at most; returns whether it has."""
+        self._thread.join(max(0.0, seconds))
+        return not self._thread.is_alive()
+
+    def give_up(self, reason: str) -> None:
+        """Sends nothing more, for this reason."""
+        self._failures.told = self._failures.told or reason

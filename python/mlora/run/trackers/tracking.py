@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
@@ -80,7 +81,7 @@ class Tracking(Reporter):
     Args:
         runs: which tracking runs an earlier part of this run has begun.
         reporter: is told of trackers that fail.
-        patience: seconds that the end of the run waits for each tracker.
+        patience: seconds that the end of the run waits for all trackers.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class Tracking(Reporter):
         reporter: Reporter,
         patience: float = PATIENCE,
     ) -> None:
-        self._config, self._runs, self._reporter = config, runs, reporter
-        self._trackers = {name: Background(each, patience) for name, each in trackers.items()}
+        self._config, self._runs, self._reporter, self._patience = config, runs, reporter, patience
+        self._trackers = {name: Background(each) for name, each in trackers.items()}
         self._begun: set[str] = set()  # adapters whose tracking runs have begun, and have not ended
         for name, each in trackers.items():
             each.go_on(runs.ids(name).values())
@@ -119,8 +120,11 @@ class Tracking(Reporter):
             self._end(adapter, "interrupted")
         for each in self._trackers.values():
             each.tell(each.tracker.close)
+            each.stop()
+        until = time.monotonic() + self._patience
         for each in self._trackers.values():
-            each.close()
+            if not each.wait(until - time.monotonic()):
+                each.give_up(f"did not take all values within {self._patience:g} s")
         self._warn()
 
     def _begin(self, task: Task) -> None:
