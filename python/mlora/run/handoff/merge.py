@@ -30,7 +30,7 @@ from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
 from mlora_ext.frozen.quantized.families import base_bias, base_weight, family_of, frozen_weight_of
 from mlora_ext.nn.interop.read_folder import read_config
-from mlora_ext.nn.targets import target_layers
+from mlora_ext.nn.targets import low_rank, target_layers
 from mlora_ext.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _untie(model: PreTrainedModel, name: str, lora: LoraConfig) -> None:
     names = {key for key, module in model.named_modules() if module is head or module is embedding}
     copied = tuple(lora.modules_to_save or ())
     changed = any(key == one or key.endswith(f".{one}") for key in names for one in copied)
-    if changed or not names.isdisjoint(target_layers(model, name, lora)):
+    if changed or not names.isdisjoint(low_rank(target_layers(model, name, lora))):
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         model.config.get_text_config().tie_word_embeddings = False
         model.config.tie_word_embeddings = False
