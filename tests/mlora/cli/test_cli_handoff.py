@@ -209,7 +209,10 @@ def test_adapters_without_fitting_data_are_left_out_unless_named(run: Run, begun
     ("words", "expected"),
     [
         (["second"], "second: has no eval_dataset; give --dataset NAME (one, two, sums) or --data FILE"),
-        (["second", "--data", __file__, "--format", "preference"], "second: objective cross_entropy needs a "),
+        (
+            ["second", "--data", __file__, "--format", "preference"],
+            "second: objective cross_entropy ",
+        ),
         (["--dataset", "on"], "--dataset: no dataset is named 'on'; did you mean 'one'?"),
         (["--dataset", "one", "--data", "x"], "give --dataset or --data, not both"),
         (["--format", "text"], "--format is of the file in --data; datasets of the run have theirs"),
