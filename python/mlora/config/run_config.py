@@ -627,7 +627,7 @@ class RunConfig(Strict):
         faults: dict[Location, str] = {}
         told: set[tuple[str, str]] = set()
         for index, adapter in enumerate(self.adapters):
-            for key, reason in _data_faults(adapter, formats):
+            for key, reason in data_faults(adapter, formats):
                 if (key, reason) not in told:  # a fault of the defaults is reported once
                     faults["adapters", index, *key.split(".")] = reason
                     told |= {(key, reason)} if key.split(".")[0] in TrainingFields.model_fields else set()
@@ -659,7 +659,7 @@ def _format_of_labels(adapter: AdapterConfig) -> str | None:
     return OF_TASKS.get(str((adapter.lora or {}).get("task_type")))
 
 
-def _data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yields the keys of an adapter that do not fit its datasets, and why."""
     for key in ("dataset", "eval_dataset"):
         name = getattr(adapter, key)

@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from mlora.queue.requests import ENDED
 from mlora.report.charts import Chart, Form, Rule, Series, chart, spreads
 from mlora.report.curves import MOST, Curve, Point
 from mlora.report.numbers import count, duration, number, percent, size
@@ -138,7 +139,7 @@ def _part(run: Run, index: int, adapter: Adapter, *, logarithmic: bool) -> Part:
     entry, curves = adapter.entry, adapter.curves
     most = max(32, min(2 * MOST, POINTS // max(1, len(run.adapters))))
     total = entry["max_steps"] or entry["step"]
-    span = (0.0, float(max(total, entry["step"], 1)))
+    span = (0.0, float(max(entry["step"] if entry["state"] in ENDED else total, 1)))
 
     def draw(title: str, keys: Mapping[str, str], form: Form, **options: Any) -> Chart | None:
         series = [

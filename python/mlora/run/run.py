@@ -160,7 +160,11 @@ def resume(
                 f"{folder.path}: only paused tasks remain, so nothing goes on with --set; first "
                 f"`mlora unpause {folder.path} {' '.join(paused)}`"
             )
-        raise RunError(f"{folder.path}: the run has ended, so --set changes nothing; remove it")
+        more = "; a larger max_steps is for adapters that had made all their steps"
+        raised = any("max_steps" in setting for setting in settings)
+        raise RunError(
+            f"{folder.path}: the run has ended, so --set changes nothing; remove it{more if raised else ''}"
+        )
     if not paused:
         reporter.note("the run had ended already; nothing is left to train")
     for name, adapter in done.adapters.items():

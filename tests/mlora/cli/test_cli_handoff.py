@@ -197,10 +197,22 @@ def test_evaluate_on_other_data_and_checkpoints(run: Run, begun: Path, tmp_path:
     assert [one["exact_match"] for one in other["results"]] == [None, None]
 
 
+def test_adapters_without_fitting_data_are_left_out_unless_named(run: Run, begun: Path) -> None:
+    done = run("evaluate", begun, "--no-exact-match")
+    assert done.exit_code == 0, done.stderr
+    left = "left out: second: has no eval_dataset; give --dataset NAME (one, two, sums) or --data FILE"
+    assert left in done.stdout.splitlines()
+    assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["__base__", "first"]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["second"], "second: has no eval_dataset; give --dataset NAME (one, two, sums) or --data FILE"),
+        (
+            ["second", "--data", __file__, "--format", "preference"],
+            "second: objective cross_entropy ",
+        ),
         (["--dataset", "on"], "--dataset: no dataset is named 'on'; did you mean 'one'?"),
         (["--dataset", "one", "--data", "x"], "give --dataset or --data, not both"),
         (["--format", "text"], "--format is of the file in --data; datasets of the run have theirs"),

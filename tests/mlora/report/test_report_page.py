@@ -145,6 +145,17 @@ def test_results_settings_and_versions(tmp_path: Path) -> None:
     assert {f"#{name}" for name in ids} >= {link for link in page.attributes("href") if link.startswith("#")}
 
 
+@pytest.mark.parametrize(("state", "ends"), [("finished", 2), ("running", 1000)])
+def test_charts_of_an_adapter_that_has_ended_end_with_it(tmp_path: Path, state: str, ends: int) -> None:
+    entry = replace(result(2), state=state, max_steps=1000, message="stopped on request at step 2")
+    lines = [step("a", 1, 2.0), step("a", 2, 1.0)]
+    page = Page(page_of(write_run_folder(tmp_path / "run", {"a": entry}, lines)))
+    assert f"step {ends:,}" in page.text
+    (line, *_) = [path for path in page.attributes("d") if path.count("L") == 1]
+    first, last = (int(place.split()[0]) for place in line.removeprefix("M").split("L"))
+    assert (first, last) == (round(1000 / ends), round(2000 / ends))
+
+
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)> & </details>{{ 7 * 7 }}'
 
 

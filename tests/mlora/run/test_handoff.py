@@ -300,6 +300,19 @@ def test_a_merged_classifier_keeps_its_head(zoo: Path, base: Path, tmp_path: Pat
     torch.testing.assert_close(logits(model), of_run(base, zoo, "mood"), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
+def test_merging_a_low_rank_part_of_one_of_two_tied_weights_leaves_the_other(
+    base: Path, tmp_path: Path, layer: str
+) -> None:
+    config = _config(tmp_path, base, {"one": {"r": 2, "target_modules": [layer]}})
+    mlora.train(resolve_config(config, folder=tmp_path))
+    merge_adapter(tmp_path / "run", "one", tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert not torch.equal(embedding, head)
+    torch.testing.assert_close(logits(model), of_run(base, tmp_path / "run", "one"), atol=1e-5, rtol=0)
+
+
 def test_a_bias_that_no_layer_can_take_is_not_merged(tiny_base: Path, tmp_path: Path) -> None:
     config = _config(tmp_path, tiny_base, {"bias": LORAS["bias"]})
     mlora.train(resolve_config(config, folder=tmp_path))

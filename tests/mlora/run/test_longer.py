@@ -168,3 +168,5 @@ def test_an_adapter_that_was_stopped_early_does_not_go_on(tiny_base: Path, tmp_p
     (line,) = [line for line in told.lines if "does not go on" in line]
     told_of = f"it was finished at step {first.step}: stopped early"
     assert line.startswith(f"first: does not go on with the larger max_steps: {told_of}")
+    with pytest.raises(RunError, match="a larger max_steps is for adapters that had made all their steps"):
+        resume(tmp_path / "run", settings=["adapters.first.max_steps=30"])

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from mlora.cluster.device import choose_device, dtype_of
 from mlora.config.aliases import nearest
-from mlora.config.run_config import RunConfig
+from mlora.config.run_config import RunConfig, data_faults
 from mlora.config.sections import DatasetConfig
 from mlora.engine.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
@@ -110,7 +110,7 @@ def evaluate_adapters(
 
     Args:
         run_dir: the run's ``output_dir``, which may be at work.
-        names: of adapters; empty = all that have weights.
+        names: of adapters; empty = all that have weights and data.
         choice: the data.
         checkpoint: as for `mlora.run.handoff.export.export_adapter`.
 
@@ -124,12 +124,20 @@ def evaluate_adapters(
         tasks = []
         for name, found in chosen.items():
             source = stack.enter_context(peft_folder_of(config, adapters[name], found))
-            tasks.append(_task(config, builder, adapters[name], source, choice))
-        for name, found in chosen.items():
+            try:
+                tasks.append(_task(config, builder, adapters[name], source, choice))
+            except RunError as error:
+                if names:
+                    raise
+                notes.append(f"left out: {error}")
+        if not tasks:
+            raise RunError("\n".join(dict.fromkeys(note.removeprefix("left out: ") for note in notes)))
+        measured = {task.name: chosen[task.name] for task in tasks}
+        for name, found in measured.items():
             if found.checkpoint is not None:
                 notes.append(f"{name}: weights of {found.told}")
         notes += builder.warnings
-        results = _measure(config, stack, tasks, {name: found.step for name, found in chosen.items()}, choice)
+        results = _measure(config, stack, tasks, {name: one.step for name, one in measured.items()}, choice)
     return Evaluation(results, notes)
 
 
@@ -165,8 +173,11 @@ def _task(
         "eval_dataset": data.name,
         "eval_exact_match": False,
     }
+    changed = own.model_copy(update=update)
+    for _, fault in data_faults(changed, {data.name: data.format}):
+        raise RunError(f"{own.name}: {fault}")
     try:
-        task = builder.build(own.model_copy(update=update), [*adapter.datasets, data])
+        task = builder.build(changed, [*adapter.datasets, data])
     except RunError as error:
         raise RunError(f"{own.name}: {error}") from error
     if task.objective.reference == START:

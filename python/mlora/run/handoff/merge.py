@@ -30,6 +30,7 @@ from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
 from mlora_ext.frozen.quantized.families import base_bias, base_weight, family_of, frozen_weight_of
 from mlora_ext.nn.interop.read_folder import read_config
+from mlora_ext.nn.targets import low_rank, target_layers
 from mlora_ext.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def merge_adapter(
             model = _load(config, base, lora)
             quantized = _dequantize(model)
             _check_bias(name, model, lora)
-            _untie(model, lora)
+            _untie(model, name, lora)
             merged = _merge(model, source)
             _check_room(merged, target)
             merged.save_pretrained(str(scratch))
@@ -183,8 +184,6 @@ def _dense(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 def _check_bias(name: str, model: nn.Module, lora: LoraConfig) -> None:
     """Raises RunError for a `lora_bias` on layers without bias: the merged layer has no place for it."""
-    from mlora_ext.nn.targets import target_layers
-
     if not lora.lora_bias:
         return
     for key in target_layers(model, name, lora):
@@ -195,15 +194,16 @@ def _check_bias(name: str, model: nn.Module, lora: LoraConfig) -> None:
             )
 
 
-def _untie(model: PreTrainedModel, lora: LoraConfig) -> None:
-    """Gives the output head a weight of its own, if the adapter trains a copy of it or of the embedding."""
+def _untie(model: PreTrainedModel, name: str, lora: LoraConfig) -> None:
+    """Gives the output head a weight of its own, if the adapter changes only it or only the embedding."""
     head: Any = model.get_output_embeddings()
     embedding: Any = model.get_input_embeddings()
     if lora.ensure_weight_tying or head is None or head.weight is not embedding.weight:
         return
     names = {key for key, module in model.named_modules() if module is head or module is embedding}
     copied = tuple(lora.modules_to_save or ())
-    if any(key == one or key.endswith(f".{one}") for key in names for one in copied):
+    changed = any(key == one or key.endswith(f".{one}") for key in names for one in copied)
+    if changed or not names.isdisjoint(low_rank(target_layers(model, name, lora))):
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         model.config.get_text_config().tie_word_embeddings = False
         model.config.tie_word_embeddings = False
