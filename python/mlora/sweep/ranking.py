@@ -55,7 +55,7 @@ def rank_trials(folder: RunFolder, sweep: SweepConfig) -> list[RankedTrial]:
             continue
         state = entry["state"]
         after = {key: _after(entry, key) if state == "finished" else None for key in shown_metrics(sweep)}
-        if after["eval_loss"] is None and curve:
+        if after["eval_loss"] is None and curve and state != "finished":
             after["eval_loss"] = curve[-1][1]
         if state == "running" and summary["status"] != "running":
             state = "unfinished"

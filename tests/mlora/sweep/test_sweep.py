@@ -330,6 +330,19 @@ def test_status_says_how_far_it_has_come(data: dict[str, Any], tmp_path: Path, r
     assert f"lora.r {best['lora.r']}" in shown
 
 
+def test_a_trial_that_a_user_ended_has_no_rank(data: dict[str, Any], tmp_path: Path) -> None:
+    """Its weights were not evaluated; what was measured before training is not its result."""
+    data["sweep"] |= {"trials": 3}
+    data["sweep"]["adapter"]["eval_steps"] = None
+    stop = {("trial-0", 2): lambda: ask(tmp_path / "run", "stop", "trial-0")}
+    result = sweep(data, tmp_path, reporter=Watching(stop)).adapters["trial-0"]
+    assert result.state == "finished"
+    assert "request" in result.message
+    rows = {row["trial"]: row for row in table(tmp_path / "run")}
+    assert rows["trial-0"]["eval_loss"] == ""
+    assert all(rows[name]["eval_loss"] for name in ("trial-1", "trial-2"))
+
+
 def test_a_submitted_task_has_no_trials_name(data: dict[str, Any], tmp_path: Path, run: Any) -> None:
     sweep(data, tmp_path)
     lora = {"r": 2, "target_modules": "all-linear"}
