@@ -381,9 +381,8 @@ def test_an_installed_package_holds_the_template() -> None:
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
         "mlora"
     ]
-    files = [
-        path.relative_to(root / "python" / "mlora") for path in (root / "python" / "mlora").rglob("page.*")
-    ]
+    package = root / "python" / "mlora"
+    files = [path.relative_to(package) for path in (package / "report").glob("page.*")]
     assert {path.suffix for path in files} == {".py", ".html", ".css", ".js"}
     assert all(any(path.match(pattern) for pattern in listed) for path in files)
 
