@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def crashed_and_resumed(
     data["defaults"]["logging_steps"] = 1
     with pytest.raises(ConnectionAbortedError):
         train(resolve_config(data, folder=folder), reporter=Crashing(after=11))
+    time.sleep(1 - time.time() % 1)  # wandb names a folder by the second in which it begins
     assert resume(folder / "run").status == "finished"
     found: dict[str, dict[str, list[tuple[int, float]]]] = {"first": {}, "second": {}}
     for line in map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()):
