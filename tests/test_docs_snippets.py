@@ -143,9 +143,8 @@ def test_yaml_fits_the_schema(page: Path) -> None:
 
 @named(of_language(PAGES, "json"))
 def test_json_can_be_read(page: Path) -> None:
-    for language, text in blocks(page):
-        for line in text.splitlines() if language == "json" else ():
-            json.loads(line)
+    lines = [line for language, text in blocks(page) if language == "json" for line in text.splitlines()]
+    assert all(isinstance(json.loads(line), dict) for line in lines)
 
 
 def missing_names(text: str) -> list[str]:
