@@ -80,11 +80,15 @@ def keep_base(peft: nn.Module) -> nn.Module:
 
 
 def test_trained_and_saved_as_peft_trains_each_alone(tmp_path: Path) -> None:
-    base = model_of()
+    with mx.use_backend("reference"):  # it takes fp64, in which a norm over few values amplifies no rounding
+        check_training(model_of().double(), tmp_path)
+
+
+def check_training(base: nn.Module, tmp_path: Path) -> None:
     ours, peft = converted(base), keep_base(peft_model(base, CONFIGS))
     copy_weights(peft, ours, CONFIGS)
     for _ in range(3):
-        x = torch.randn(6, 3, 4, 4)
+        x = torch.randn(6, 3, 4, 4).double()
         mixed = ours(pixel_values=x, adapter_names=NAMES)
         mixed.square().mean(1).sum().backward()
         for name in CONFIGS:
@@ -92,12 +96,12 @@ def test_trained_and_saved_as_peft_trains_each_alone(tmp_path: Path) -> None:
             places = [place for place, other in enumerate(NAMES) if other == name]
             alone = peft(pixel_values=x[places])
             alone.square().mean(1).sum().backward()
-            assert_same_up_to_rounding(mixed[places].detach(), alone.detach(), name)
+            assert_same_up_to_rounding(mixed[places].detach(), alone.detach(), name, 1e-10)
         state = trained_parameters(peft)
         with torch.no_grad():
             for name in CONFIGS:
                 for key, own in by_peft_key(ours, name).items():
-                    assert_same_up_to_rounding(own.grad, state[key].grad, key)
+                    assert_same_up_to_rounding(own.grad, state[key].grad, key, 1e-10)
                     own.sub_(own.grad, alpha=0.1)
                     state[key].copy_(own)
                     own.grad = state[key].grad = None
@@ -107,7 +111,7 @@ def test_trained_and_saved_as_peft_trains_each_alone(tmp_path: Path) -> None:
 
 def check_folders(base: nn.Module, ours: nn.Module, peft: nn.Module, tmp_path: Path) -> None:
     """Our folder holds what PEFT's would, loads in PEFT and here, and from_peft takes the model over."""
-    x = torch.randn(2, 3, 4, 4)
+    x = torch.randn(2, 3, 4, 4).double()
     for name in "ab":
         mx.save_adapter(ours, name, tmp_path / name)
         loaded = PeftModel.from_pretrained(copy.deepcopy(base), str(tmp_path / name)).eval()
