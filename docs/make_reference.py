@@ -82,8 +82,8 @@ COLUMNS = ("Key", "Meaning", "Type", "Default", "Since")
 
 def keys_page() -> str:
     """Returns the page of all keys."""
-    from mlora.config.run_config import TrainingFields
     from mlora.config.schema import run_schema
+    from mlora.config.training_fields import TrainingFields
 
     schema = run_schema()
     parts = {"RunConfig": schema, **schema["$defs"]}

@@ -8,14 +8,16 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from mlora.config.adapter_config import AdapterConfig
 from mlora.config.aliases import HINTS, UNSUPPORTED, VALUES, known_as
 from mlora.config.lora_fields import CHOICES
 from mlora.config.offload_config import OffloadConfig
 from mlora.config.quantization_config import METHODS, QuantizationConfig
-from mlora.config.run_config import AdapterConfig, RunConfig, TrainingFields
+from mlora.config.run_config import RunConfig
 from mlora.config.sections import DataFile, DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import SweepConfig
+from mlora.config.training_fields import TrainingFields
 from mlora.errors import literals, spelt_alike, unknown_value
 from mlora.objectives.registry import objectives_with
 

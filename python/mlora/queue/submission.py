@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from mlora.config.adapter_config import AdapterConfig
 from mlora.config.config_file import resolve_config
-from mlora.config.run_config import AdapterConfig, RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.config.sections import DatasetConfig, is_hub_dataset
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import is_trial

@@ -13,11 +13,12 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from mlora.cluster.device import choose_device, dtype_of, set_allocators
+from mlora.config.adapter_config import AdapterConfig
 from mlora.config.faults import path_of
 from mlora.config.inherited import inherited
 from mlora.config.offload_config import not_served
 from mlora.config.quantization_config import quantization_faults
-from mlora.config.run_config import AdapterConfig, RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.engine.engine import Engine
 from mlora.engine.full_engine import FullEngine

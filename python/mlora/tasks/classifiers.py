@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from mlora.config.adapter_config import AdapterConfig
 from mlora.config.best_rule import OF_REGRESSION
-from mlora.config.run_config import AdapterConfig
 from mlora.config.sections import OF_TASKS, DatasetConfig
 from mlora.data.found_labels import FoundLabels, find_labels
 from mlora.data.label_formats import LabelRules

@@ -12,8 +12,8 @@ from mlora.model.stored_quantization import read_quantization
 from mlora_ext.nn.interop.quantization_file import PLAIN, doubt_of, method_of
 
 if TYPE_CHECKING:
+    from mlora.config.adapter_config import AdapterConfig
     from mlora.config.quantization_config import QuantizationConfig
-    from mlora.config.run_config import AdapterConfig
     from mlora.model.base_info import BaseInfo
 
 TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from limited_runs import Watching, ask, die, interrupt
+from mlora.config.adapter_config import AdapterConfig
 from mlora.config.config_file import resolve_config
-from mlora.config.run_config import AdapterConfig
 from mlora.data.packing import pack
 from mlora.engine.full_engine import FullEngine
 from mlora.errors import RunError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mlora.config.config_file import resolve_config
-from mlora.config.run_config import TrainingFields
+from mlora.config.training_fields import TrainingFields
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
 from mlora.errors import RunError

@@ -14,8 +14,8 @@ from full_disk import fill_disk
 from limited_runs import Watching, ask, interrupt, limit_for, replace_memory, submission
 from mlora.cli.run_status import read_status
 from mlora.cli.tables import result_table
+from mlora.config.adapter_config import AdapterConfig
 from mlora.config.config_file import resolve_config
-from mlora.config.run_config import AdapterConfig
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
 from mlora.run.reporter import PlainLines

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from limited_runs import Watching, ask, submission
+from mlora.config.adapter_config import AdapterConfig
 from mlora.config.config_file import resolve_config
-from mlora.config.run_config import AdapterConfig
 from mlora.config.sections import DatasetConfig
 from mlora.data.dataset import load_dataset
 from mlora.data.found_labels import FoundLabels, find_labels

@@ -5,7 +5,8 @@ from typing import Any
 
 import mlora
 import pytest
-from mlora.config.run_config import AdapterConfig, TrainingFields
+from mlora.config.adapter_config import AdapterConfig
+from mlora.config.training_fields import TrainingFields
 from mlora.errors import RunError
 from tiny_run import run_data, weights, write_run
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlora.config.adapter_config import AdapterConfig
 from mlora.config.aliases import nearest
-from mlora.config.run_config import AdapterConfig, RunConfig
+from mlora.config.run_config import RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.errors import RunError
 from mlora.files.checkpoint import checkpoint_name, list_checkpoints, read_checkpoint

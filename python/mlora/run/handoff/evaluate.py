@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 
 from mlora.cluster.device import choose_device, dtype_of
 from mlora.config.aliases import nearest
-from mlora.config.run_config import RunConfig, data_faults
+from mlora.config.data_faults import data_faults
+from mlora.config.run_config import RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.engine.engine import Engine
 from mlora.errors import RunError, first_fault, first_line

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mlora.config.run_config import AdapterConfig
+from mlora.config.adapter_config import AdapterConfig
 from mlora.files.disk import write_file
 from mlora.objectives.registry import name_of
 
