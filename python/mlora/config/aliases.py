@@ -24,6 +24,7 @@ NAMES = {
         "columns": "column_mapping column_map rename_columns text_column text_field dataset_text_field "
         "field_messages field_instruction field_input field_output message_property_mappings",
         "data_cache": "dataset_prepared_path tokenized_path",
+        "dataset_num_proc": "dataset_processes preprocessing_num_workers num_proc num_workers",
         "max_samples": "num_samples max_train_samples samples take",
         "lora": "lora_config peft peft_config",
         "init_from": "adapter_path resume_from lora_model_dir",

@@ -19,7 +19,16 @@ from mlora.config.inherited import inherited
 from mlora.config.offload_config import Method, OffloadConfig, not_served
 from mlora.config.quantization_config import QuantizationConfig, quantization_faults
 from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
-from mlora.config.strict import Location, ResolvedPath, Strict, is_hub_id, resolve_path, wrong_key, wrong_keys
+from mlora.config.strict import (
+    MOST,
+    Location,
+    ResolvedPath,
+    Strict,
+    is_hub_id,
+    resolve_path,
+    wrong_key,
+    wrong_keys,
+)
 from mlora.config.sweep_config import SweepConfig
 from mlora.config.tracking import tracker_names
 from mlora.config.training_fields import TrainingFields
@@ -79,6 +88,9 @@ class RunConfig(Strict):
     )
     data_cache: ResolvedPath | None = Field(
         default=None, description="Folder of tokenised data; null: `mlora` below `HF_HOME`."
+    )
+    dataset_num_proc: int | None = Field(
+        default=None, ge=1, le=MOST, description="Processes that tokenise large data; null: one."
     )
     bf16: bool = Field(
         default=False,

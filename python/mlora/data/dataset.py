@@ -6,19 +6,18 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlora.data.format_hint import format_hint
-from mlora.data.formats import Parser, parser_of
 from mlora.data.label_formats import LabelRules
 from mlora.data.readers import Row, read_rows
-from mlora.data.record import FormatError, NoTokenizerError, Prompt, Record, check_ids, text_of_key
+from mlora.data.reading import TOTAL, Reading
+from mlora.data.record import FormatError, Prompt, text_of_key
 from mlora.data.record import Sample as Sample  # others import it from here
 from mlora.data.sampler import task_seed
 from mlora.data.source import Source
@@ -70,45 +69,41 @@ def load_dataset(
     style: Style = "dpo",
     labels: LabelRules | None = None,
     cache: TokenCache | None = None,
+    processes: int = 1,
 ) -> Dataset:
     """Reads what `mlora.data.readers.read_rows` takes. A RunError names the row, if it can.
 
     Args:
         name: the dataset's name, for messages.
         source: where its rows come from; or a path.
-        max_length: longer samples are cut to their first ``max_length`` tokens.
-        max_positions: the longest sequence that the base model takes; None = unlimited.
-        tokenizer: the base model's; only the format ``tokens`` needs none.
-        assistant_only_loss: of messages, train only what the assistant says.
-        style: which of TRL's trainers tokenises preference data so.
-        labels: how labels are read; ``classification`` and ``question_answering`` need it.
         cache: keeps what large files become; None = nothing is kept.
+        processes: that tokenise what the cache keeps.
+
+    The others are attributes of `mlora.data.reading.Reading`.
     """
     source = source if isinstance(source, Source) else Source(os.path.abspath(source))
     path = source.path
+    how = format, assistant_only_loss, style, labels, max_length, vocab_size, max_positions
+    reading = Reading(path, tokenizer, *how)
     try:
-        parse = parser_of(
-            format, tokenizer, assistant_only_loss=assistant_only_loss, style=style, labels=labels
-        )
+        reading.parser()
     except FormatError as error:
         raise RunError(f"{path}: the dataset {name!r} of format {format}: {error}") from None
     counts: Counter[str] = Counter()
     is_file = os.path.isfile(path)  # a pipe is read once
     rows = _unchanged(source, name) if is_file else source.rows()
     digest = source.fingerprint() if is_file else ""
-    records = _parsed(path, rows, format, parse, vocab_size)
-    kept = _kept(records, max_length, max_positions, counts)
     if cache is None or not cache.keeps(source):
-        samples = Samples.of(kept)
+        samples = Samples.of_batches(reading.batches(rows, counts))
         digest = digest or source.fingerprint()
     else:
         digest = digest or source.fingerprint()
         kind = tuple(suffix.lower() for suffix in Path(path).suffixes)  # tells CSV, TSV and others
         where = digest, kind, source.split, source.subset, source.columns
-        how = format, assistant_only_loss, style, labels, max_length, vocab_size, max_positions
-        key = table_key(tokenizer, *where, *how)
-        samples = cache.table(key, kept, counts)
-    total = counts.pop(_TOTAL, 0)
+        samples = cache.table(
+            table_key(tokenizer, *where, *how), reading.batches(rows, counts, processes), counts
+        )
+    total = counts.pop(TOTAL, 0)
     if not total:
         raise RunError(f"{path}: the dataset {name!r} is empty")
     lines = [f"{count} of {total} samples {what}" for what, count in counts.items()]
@@ -177,9 +172,6 @@ def order_of(count: int, seed: int, what: str) -> NDArray[np.int64]:
     return np.random.default_rng(task_seed(seed, what)).permutation(count)
 
 
-_TOTAL = "samples"
-
-
 def _unchanged(source: Source, name: str) -> Iterator[Row]:
     """Returns the rows of a file, which raise a RunError at their end if it has changed from now on."""
     before = source.version
@@ -190,53 +182,6 @@ def _unchanged(source: Source, name: str) -> Iterator[Row]:
             raise RunError(f"{source.path}: the dataset {name!r} changed while it was read; try again")
 
     return rows()
-
-
-def _parsed(
-    path: str, rows: Iterable[Row], format: str, parse: Parser, vocab_size: int
-) -> Iterator[tuple[str, Record]]:
-    """Yields what rows become; tells which one is wrong."""
-    first = ""
-    for place, fields in rows:
-        try:
-            record = parse(fields)
-            check_ids(record.sample, vocab_size)
-        except NoTokenizerError as error:
-            if not first:
-                raise RunError(f"{place}: {error}") from None
-            raise RunError(
-                f"{place}: has {error.keys}, but the lines before it, from {first} on, have input_ids; write "
-                "all lines of a file alike"
-            ) from None
-        except FormatError as error:
-            raise RunError(f"{place}: {error}{format_hint(format, fields)}") from None
-        first = first or place.removeprefix(path).replace(":", "line ").lstrip(", ")
-        yield place, record
-
-
-def _kept(
-    records: Iterable[tuple[str, Record]], max_length: int, max_positions: int | None, counts: Counter[str]
-) -> Iterator[tuple[Any, Prompt | None]]:
-    """Yields the samples that are trained, with their prompts, and counts all and those with a fault."""
-    for place, record in records:
-        counts[_TOTAL] += 1
-        whole = max(part.rows for part in record.sample.parts) <= max_length
-        if not whole:
-            counts[f"are longer than max_length {max_length} and were cut"] += 1
-        sample = record.sample.cut(max_length)
-        longest = max(part.rows for part in sample.parts)
-        if max_positions is not None and longest > max_positions:
-            raise RunError(
-                f"{place}: the sample has {longest} tokens, but the base model takes at most "
-                f"{max_positions}; set max_length to {max_positions} or less"
-            )
-        trained = all(part.trained_tokens for part in sample.parts)
-        if not trained:
-            counts["have no trained token and are left out"] += 1
-        if record.doubt:
-            counts[record.doubt] += 1
-        if trained:
-            yield sample, record.prompt if whole else None
 
 
 def read_prompt_lines(path: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,8 @@ class Sample:
     @property
     def trained_tokens(self) -> int:
         """The number of tokens that enter the loss."""
-        return sum(label != NOT_TRAINED for label in self.row_targets)
+        targets = self.row_targets
+        return len(targets) - targets.count(NOT_TRAINED)
 
     def cut(self, length: int) -> Sample:
         """Returns its first ``length`` tokens."""
@@ -249,12 +250,15 @@ def check_ids(sample: Any, vocab_size: int) -> None:
 
 
 def _check_part(sample: Sample, vocab_size: int) -> None:
-    for value in sample.input_ids:
-        if not 0 <= value < vocab_size:
-            raise FormatError(f"token id {value} is outside the base model's vocabulary of {vocab_size}")
-    for value in () if sample.is_labelled else sample.labels:
-        if value != NOT_TRAINED and not 0 <= value < vocab_size:
-            raise FormatError(
-                f"label {value} is outside the base model's vocabulary of {vocab_size} "
-                f"and is not {NOT_TRAINED}"
-            )
+    if (value := _first_outside(sample.input_ids, vocab_size)) is not None:
+        raise FormatError(f"token id {value} is outside the base model's vocabulary of {vocab_size}")
+    labels = () if sample.is_labelled else sample.labels
+    if (value := _first_outside(labels, vocab_size, NOT_TRAINED)) is not None:
+        raise FormatError(
+            f"label {value} is outside the base model's vocabulary of {vocab_size} and is not {NOT_TRAINED}"
+        )
+
+
+def _first_outside(values: Sequence[int], vocab_size: int, *others: int) -> int | None:
+    wrong = {value for value in set(values).difference(others) if not 0 <= value < vocab_size}
+    return next(value for value in values if value in wrong) if wrong else None

@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import pyarrow as pa
 
-from mlora.data.record import Prompt
 from mlora.data.source import Source
 from mlora.data.token_table import Samples, write_table
 from mlora.errors import RunError
@@ -41,12 +40,12 @@ class TokenCache:
         """Whether a source is large enough to be kept."""
         return source.size >= _SMALL
 
-    def table(self, key: str, rows: Iterable[tuple[Any, Prompt | None]], counts: Counter[str]) -> Samples:
-        """Returns the samples of a key; those of `rows`, which are read if the folder has none.
+    def table(self, key: str, batches: Iterable[pa.RecordBatch], counts: Counter[str]) -> Samples:
+        """Returns the samples of a key; those of `batches`, which are read if the folder has none.
 
         Args:
-            rows: samples and their prompts.
-            counts: what reading the rows counts; filled as it was then.
+            batches: what `mlora.data.token_table.record_batches` yields.
+            counts: what reading them counts; filled as it was then.
 
         Raises:
             RunError: the folder cannot be written.
@@ -56,17 +55,17 @@ class TokenCache:
             found = json.loads(noted.read_text())
             samples = Samples.of_file(path)
         except (OSError, ValueError, pa.ArrowInvalid):  # not there, or damaged
-            return self._written(path, noted, rows, counts)
+            return self._written(path, noted, batches, counts)
         counts.update(found)
         return samples
 
     def _written(
-        self, path: Path, noted: Path, rows: Iterable[tuple[Any, Prompt | None]], counts: Counter[str]
+        self, path: Path, noted: Path, batches: Iterable[pa.RecordBatch], counts: Counter[str]
     ) -> Samples:
         part = path.with_name(f"{path.name}.{uuid4().hex}.part")  # machines may share the folder
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if not write_table(rows, str(part)):
+            if not write_table(batches, str(part)):
                 return Samples()
             os.replace(part, path)
             part.write_text(json.dumps(counts))

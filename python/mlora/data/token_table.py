@@ -103,23 +103,29 @@ _KINDS: dict[type, _Kind] = {
 _BY_NAME = {kind.__name__: kind for kind in _KINDS}
 
 
-def write_table(rows: Iterable[tuple[Any, Prompt | None]], sink: Any) -> int:
-    """Writes samples, all of one class, with their prompts; returns how many.
+def record_batches(rows: Iterable[tuple[Any, Prompt | None]]) -> Iterator[pa.RecordBatch]:
+    """Yields samples, all of one class, with the prompts that they begin with, as parts of a table."""
+    for part in _parts(rows):
+        kind = type(part[0][0])
+        schema = _SCHEMA.with_metadata({"kind": kind.__name__})
+        yield pa.record_batch(_arrays(part, _KINDS[kind].columns), schema=schema)
+
+
+def write_table(batches: Iterable[pa.RecordBatch], sink: Any) -> int:
+    """Writes what `record_batches` yields; returns the number of samples.
 
     Args:
-        rows: samples and the prompts that they begin with.
-        sink: a path or an Arrow output stream.
+        batches: parts of a table.
+        sink: a path or an Arrow output stream; nothing is written to it if there is no sample.
     """
-    rows, count = iter(rows), 0
-    first = next(rows, None)
+    batches, count = iter(batches), 0
+    first = next(batches, None)
     if first is None:
         return 0
-    kind = type(first[0])
-    schema = _SCHEMA.with_metadata({"kind": kind.__name__})
-    with pa.ipc.new_file(sink, schema) as writer:
-        for part in _parts(chain([first], rows)):
-            count += len(part)
-            writer.write_batch(pa.record_batch(_arrays(part, _KINDS[kind].columns), schema=schema))
+    with pa.ipc.new_file(sink, first.schema) as writer:
+        for batch in chain([first], batches):
+            count += batch.num_rows
+            writer.write_batch(batch)
     return count
 
 
@@ -139,12 +145,12 @@ def _arrays(part: Sequence[tuple[Any, Prompt | None]], columns: Callable[[Any], 
     found: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
     for sample, prompt in part:
         own = columns(sample)
-        pairs = zip(own.ids, own.labels, strict=False)
-        plain = len(own.labels) == len(own.ids) and all(b in (a, NOT_TRAINED) for a, b in pairs)
-        trained = np.array([label != NOT_TRAINED for label in own.labels], np.uint8) if plain else ()
-        found["ids"].append(np.array(own.ids, np.int32))
-        found["trained"].append(trained)
-        found["labels"].append(() if plain else np.array(own.labels, np.int32))
+        ids, labels = np.array(own.ids, np.int32), np.array(own.labels, np.int32)
+        trained = labels != NOT_TRAINED
+        plain = len(labels) == len(ids) and bool(((labels == ids) | ~trained).all())
+        found["ids"].append(ids)
+        found["trained"].append(trained.astype(np.uint8) if plain else ())
+        found["labels"].append(() if plain else labels)
         found["first"].append(own.first)
         found["values"].append(own.values)
         found["prompt"].append(prompt and prompt.input_ids)
@@ -229,8 +235,13 @@ class Samples(Sequence[Any]):
     @classmethod
     def of(cls, rows: Iterable[tuple[Any, Prompt | None]]) -> Samples:
         """Returns samples with their prompts, kept in memory."""
+        return cls.of_batches(record_batches(rows))
+
+    @classmethod
+    def of_batches(cls, batches: Iterable[pa.RecordBatch]) -> Samples:
+        """Returns the samples of what `record_batches` yields, kept in memory."""
         sink = pa.BufferOutputStream()
-        return cls._of_source(sink.getvalue()) if write_table(rows, sink) else cls()
+        return cls._of_source(sink.getvalue()) if write_table(batches, sink) else cls()
 
     @classmethod
     def joined(cls, several: Sequence[Samples]) -> Samples:

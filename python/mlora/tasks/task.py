@@ -310,6 +310,7 @@ class TaskBuilder:
                 style=style,
                 labels=labels,
                 cache=self._cache,
+                processes=self._config.dataset_num_proc or 1,
             )
             for source, _ in sources_of(dataset)
         ]

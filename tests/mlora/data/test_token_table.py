@@ -15,7 +15,7 @@ from mlora.data.preference import Judged, Pair
 from mlora.data.record import AnswerSample, LabelledSample, Prompt, Sample
 from mlora.data.source import Source
 from mlora.data.token_cache import TokenCache, table_key
-from mlora.data.token_table import Samples, write_table
+from mlora.data.token_table import Samples, record_batches, write_table
 from mlora.errors import RunError
 from tiny_run import save_tokenizer, write_jsonl
 
@@ -44,7 +44,7 @@ def test_samples_come_out_as_they_were(
     monkeypatch.setattr("mlora.data.token_table._ROWS", batch)
     wanted = KINDS[kind]
     path = tmp_path / "t.arrow"
-    assert write_table(iter(rows_of(wanted)), str(path)) == len(wanted)
+    assert write_table(record_batches(rows_of(wanted)), str(path)) == len(wanted)
     for samples in (Samples.of_file(path), Samples.of(rows_of(wanted))):
         found = list(samples)
         assert [repr(one) for one in found] == [repr(one) for one in wanted]
@@ -67,7 +67,7 @@ def test_five_bytes_a_token(tmp_path: Path) -> None:
     """And those of an offset, where prompts are masked."""
     ids = tuple(range(200))
     path = tmp_path / "t.arrow"
-    write_table(rows_of([Sample(ids, (-100,) * 50 + ids[50:])] * 2000), str(path))
+    write_table(record_batches(rows_of([Sample(ids, (-100,) * 50 + ids[50:])] * 2000)), str(path))
     assert path.stat().st_size / (200 * 2000) < 5.3
 
 
