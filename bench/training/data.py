@@ -9,7 +9,8 @@ process reads all samples once; its resident memory, less what it had before, is
 
 Start: `mlora train` over jsonl of prompts and completions, and `mlora resume` after SIGINT. The time goes
 from the start of the process to the line of its first step in metrics.jsonl. 2,000 samples show what the
-process itself takes. `first` tokenises; `again` finds the table in the cache.
+process itself takes. `first` tokenises, `shared` does so with `dataset_num_proc: 2`; `again` finds the table in the
+cache.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def _steps_after(metrics: Path, known: int) -> bool:
 
 
 def measure_start(folder: Path, samples: int, rounds: int) -> dict[str, float]:
-    """Returns the seconds until the first step of a first start, of others, and of resumes: medians."""
+    """Returns the seconds until the first step of first starts, of others, and of resumes: medians."""
     data, run, config = folder / f"{samples}.jsonl", folder / "run", folder / "run.yaml"
     write_sums(data, samples)
     adapter = {"name": "a", "dataset": "d", "lora": {"r": 4, "target_modules": ["q_proj"]}}
@@ -117,16 +118,17 @@ def measure_start(folder: Path, samples: int, rounds: int) -> dict[str, float]:
         "base_model": str(BASE),
         "output_dir": str(run),
         "device": "cpu",
-        "data_cache": str(folder / f"cache-{samples}"),
         "defaults": defaults,
         "datasets": [{"name": "d", "path": str(data), "format": "prompt_completion"}],
         "adapters": [adapter],
     }
-    config.write_text(json.dumps(written))
     train = ["train", str(config), "--overwrite"]
-    found: dict[str, list[float]] = {"first": [], "again": [], "resume": []}
-    for name in ["first", *["again", "resume"] * rounds]:
-        if name == "again":
+    found: dict[str, list[float]] = {"first": [], "shared": [], "again": [], "resume": []}
+    for name in ["first", "shared", *["again", "resume"] * rounds]:
+        processes = 2 if name == "shared" else 1
+        cache = str(folder / f"cache-{samples}-{processes}")
+        config.write_text(json.dumps({**written, "data_cache": cache, "dataset_num_proc": processes}))
+        if name in ("shared", "again"):
             (run / "metrics.jsonl").unlink()
         found[name].append(seconds_to_step(["resume", str(run)] if name == "resume" else train, run))
     return {name: statistics.median(seconds) for name, seconds in found.items()}
