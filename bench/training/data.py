@@ -9,8 +9,7 @@ process reads all samples once; its resident memory, less what it had before, is
 
 Start: `mlora train` over jsonl of prompts and completions, and `mlora resume` after SIGINT. The time goes
 from the start of the process to the line of its first step in metrics.jsonl. 2,000 samples show what the
-process itself takes. `first` tokenises, `shared` does so with `dataset_num_proc: 2`; `again` finds the table in the
-cache.
+process itself takes. `first` tokenises, `shared` does so in two processes; `again` finds the table.
 """
 
 from __future__ import annotations
