@@ -52,6 +52,8 @@ def test_weights_say_how_often_samples_are_there(tmp_path: Path) -> None:
     several = {tuple(ids_of(joined(parts, [0.5, 0.5], seed))) for seed in range(20)}
     assert len(several) > 1
     assert joined(parts, [1, 1], 0).fingerprint != joined(parts, [1, 2], 0).fingerprint
+    with pytest.raises(RunError, match=r"a\.jsonl and 1 more: weight leaves none of 8 samples$"):
+        joined(parts, [0.1, 0.1], 0)
 
 
 def test_samples_are_held_out(tmp_path: Path) -> None:
