@@ -28,6 +28,11 @@ FIELDS = {
         "rank_pattern": {"q_proj": 3},
         "alpha_pattern": {r".*1\.mlp\.up_proj": 7},
     },
+    "patterns that overlap": {  # PEFT writes their keys sorted, and the first match counts
+        "target_modules": "all-linear",
+        "rank_pattern": {"self_attn.q_proj": 2, "q_proj": 3, "k_proj": 4},
+        "alpha_pattern": {"self_attn.v_proj": 7, "1.mlp.up_proj": 3, "(up|v)_proj": 5},
+    },
 }
 
 

@@ -115,6 +115,10 @@ def adapter_config(model: nn.Module, name: str) -> LoraConfig:
     own, theirs = body_names(model, adapter_layers(model, name))
     if own != theirs:  # PEFT also takes the ends of names
         config.target_modules = [one.removeprefix(f"{own}.") for one in config.target_modules or ()]
+    if not config.target_parameters:
+        names = {key: key.removeprefix(f"{own}.") if own != theirs else key for key in layers}
+        config.rank_pattern = in_any_order(config.rank_pattern or {}, names)
+        config.alpha_pattern = in_any_order(config.alpha_pattern or {}, names)
     config.inference_mode = True
     base = getattr(getattr(model, "config", None), "_name_or_path", None) or getattr(
         model, "name_or_path", None
@@ -126,6 +130,20 @@ def adapter_config(model: nn.Module, name: str) -> LoraConfig:
             "parent_library": type(model).__module__,
         }
     return config
+
+
+def in_any_order(pattern: dict[str, int], names: Mapping[str, str]) -> dict[str, int]:
+    """Returns a `rank_pattern` or `alpha_pattern` that says the same whatever the order of its keys.
+
+    The first key that matches a layer counts, and PEFT sorts the keys when it writes a config. `names` are
+    the names of the layers for a pattern, by those in the model.
+    """
+    from peft.utils.other import get_pattern_key
+
+    given = {key: get_pattern_key(list(pattern), key) for key in names}
+    if all(get_pattern_key(sorted(pattern), key) == first for key, first in given.items()):
+        return pattern
+    return {names[key]: pattern[first] for key, first in given.items() if first in pattern}
 
 
 def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

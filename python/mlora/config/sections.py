@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from mlora.config.aliases import nearest
 from mlora.config.strict import MOST, ResolvedPath, Strict, is_hub_id, resolve_path, shown, wrong_key
 
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
@@ -44,6 +45,23 @@ OF_TASKS = {
 }
 """The format of each `task_type` whose head predicts labels."""
 WITH_PROMPTS = ("prompt_completion", "alpaca")
+_FOR_TEMPLATES = ("tools", "chat_template_kwargs")
+_FIELDS: dict[str, Sequence[str]] = {
+    "tokens": ("input_ids", "labels"),
+    "text": ("text",),
+    "prompt_completion": ("prompt", "completion", *_FOR_TEMPLATES),
+    "alpaca": ("instruction", "input", "output"),
+    "sharegpt": ("conversations", "system", *_FOR_TEMPLATES),
+    "messages": ("messages", *_FOR_TEMPLATES),
+    "preference": ("prompt", "chosen", "rejected", *_FOR_TEMPLATES),
+    "unpaired": ("prompt", "completion", "label", *_FOR_TEMPLATES),
+    "classification": ("text", "label", "input_ids", "labels"),
+    "question_answering": (
+        *("question", "context", "answers"),
+        *("input_ids", "start_positions", "end_positions"),
+    ),
+}
+"""The fields that each format reads."""
 
 
 class DataFile(Strict):
@@ -188,6 +206,16 @@ class DatasetConfig(Strict):
     def _bounded(self) -> DatasetConfig:
         if self.streaming and self.max_samples is None:
             raise wrong_key("streaming", "needs max_samples: how many rows to read of each file")
+        return self
+
+    @model_validator(mode="after")
+    def _known_fields(self) -> DatasetConfig:
+        known = _FIELDS[self.format]
+        unread = [field for field in self.columns if field not in known]
+        if unread:
+            what = f"the format {self.format} has no such field"
+            likely = nearest(unread[0], known, "its fields")
+            raise wrong_key(f"columns.{unread[0]}", f"{what}; {likely}")
         return self
 
 

@@ -120,6 +120,9 @@ def joined(parts: Sequence[Dataset], weights: Sequence[float], seed: int) -> Dat
         weights: how often each sample of a part is there: 2 = twice; 1.5 = once, and half of them, drawn
             at random, twice.
         seed: of these draws.
+
+    Raises:
+        RunError: the weights leave no sample.
     """
     if len(parts) == 1 and weights[0] == 1:
         return parts[0]
@@ -129,8 +132,10 @@ def joined(parts: Sequence[Dataset], weights: Sequence[float], seed: int) -> Dat
         more = order_of(count, seed, f"file {number}")[: round((weight - times) * count)]
         rows = [*[np.arange(count)] * times, np.sort(more)]
         found.append(part.samples.chosen(np.concatenate(rows)))
-    told = repr([(part.fingerprint, weight) for part, weight in zip(parts, weights, strict=True)])
     path = parts[0].path + (f" and {len(parts) - 1} more" if len(parts) > 1 else "")
+    if not any(map(len, found)):
+        raise RunError(f"{path}: weight leaves none of {sum(len(part.samples) for part in parts)} samples")
+    told = repr([(part.fingerprint, weight) for part, weight in zip(parts, weights, strict=True)])
     warnings = [line for part in parts for line in part.warnings]
     digest = hashlib.sha256(told.encode()).hexdigest()
     return Dataset(Samples.joined(found), warnings, digest, path)

@@ -9,19 +9,20 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pyarrow as pa
 
-from mlora.data.source import Source
+from mlora.data.source import Source, fingerprint
 from mlora.data.token_table import Samples, write_table
 from mlora.errors import RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 1  # of tables and of how samples are made; another one is another key
+_VERSION = 2  # of tables and of how samples are made; another one is another key
 _SMALL = 4 << 20  # bytes of a file that is read each time
 
 
@@ -85,8 +86,18 @@ def table_key(tokenizer: PreTrainedTokenizerBase | None, *facts: object) -> str:
         import transformers
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
-        special = sorted(tokenizer.special_tokens_map.items(), key=str)
+        words = _of_files(tokenizer) if backend is None else backend.to_str()
+        special = sorted(tokenizer.special_tokens_map.items(), key=str), tokenizer.split_special_tokens
         known = type(tokenizer).__name__, tokenizer.chat_template, special, tokenizer.padding_side, words
         digest.update(repr((transformers.__version__, known)).encode())
     return digest.hexdigest()[:32]
+
+
+def _of_files(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+    """Returns what tells a tokenizer that Python runs: its words, its files, its switches."""
+    with TemporaryDirectory() as folder:
+        with suppress(NotImplementedError):
+            tokenizer.save_vocabulary(folder)
+        files = fingerprint(folder)
+    switches = sorted((key, value) for key, value in tokenizer.init_kwargs.items() if isinstance(value, bool))
+    return sorted(tokenizer.get_vocab().items()), files, switches

@@ -6,8 +6,8 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlora.durable import sync_path
@@ -32,11 +32,13 @@ def check_new(folder: Path, option: str) -> None:
 def new_folder(folder: Path, option: str) -> Iterator[Path]:
     """Yields a scratch folder beside `folder`, which becomes it if the block ends without an error.
 
-    An error removes the scratch folder. What a killed process has left is removed by the next one. Raises
-    RunError as `check_new`, if another process is writing the folder, or if the disk is full.
+    An error removes the scratch folder, and the parents that were made for it. What a killed process has left
+    is removed by the next one. Raises RunError as `check_new`, if another process is writing the folder, or
+    if the disk is full.
     """
     check_new(folder, option)
     scratch = folder.with_name(f".{folder.name}.unfinished")
+    made = [parent for parent in folder.parents if not parent.exists()]
     with _disk_errors(f"{option}: {folder} cannot be written"):
         scratch.mkdir(parents=True, exist_ok=True)
         lock = os.open(scratch, os.O_RDONLY)
@@ -58,6 +60,15 @@ def new_folder(folder: Path, option: str) -> Iterator[Path]:
                     shutil.rmtree(scratch, ignore_errors=True)
         finally:
             os.close(lock)
+            if not folder.exists():
+                _remove_empty(made)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Removes folders, the innermost first, up to one that holds something."""
+    with suppress(OSError):
+        for each in folders:
+            each.rmdir()
 
 
 def _empty(folder: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -15,10 +16,11 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic import AwareDatetime, BaseModel, ValidationError
+from pydantic import AwareDatetime, BaseModel, FiniteFloat, ValidationError
 
 from mlora.config.config_file import dump_config, load_config
 from mlora.config.run_config import RunConfig
+from mlora.config.strict import shown
 from mlora.errors import RunError, first_fault, first_line
 from mlora.files.disk import os_errors, write_file
 from mlora.tasks.result import AdapterResult
@@ -40,13 +42,15 @@ OWN_FILES = re.compile(
 
 SCRATCH = re.compile(r"\.([^.]+)\.[a-z0-9_]{8}")  # made by `save_adapter`; no adapter's name has a dot
 PATIENCE = 0.5  # seconds; `is_running` holds the lock for an instant
+_NO_NUMBERS = ("adapter", "best", "skipped")  # of a line of metrics
+_LARGEST = sys.float_info.max
 
 
 class _Summary(BaseModel):
     """The content of ``summary.json``."""
 
     status: str
-    seconds: float
+    seconds: FiniteFloat
     adapters: dict[str, AdapterResult]
 
 
@@ -337,6 +341,15 @@ def _metrics_line(line: bytes, where: str) -> dict[str, Any]:
             raise ValueError("no step")
         if not isinstance(record.get("adapter"), str):
             raise ValueError("no adapter")
+        for key, value in record.items():
+            if key not in _NO_NUMBERS and not (value is None and key == "grad_norm"):
+                _check_number(key, value)
     except ValueError as error:
         raise RunError(f"{where}: is not a line of metrics: {first_line(error)}") from error
     return record
+
+
+def _check_number(key: str, value: Any) -> None:
+    """Raises ValueError unless a value is a number that a run writes."""
+    if type(value) not in (int, float) or not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"{key} is {shown(value)}, not a number")

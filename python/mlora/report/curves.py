@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 MOST = 160
 """A curve keeps at most twice as many points."""
+_LARGEST = 1e300
 
 
 @dataclass(slots=True)
@@ -36,8 +36,8 @@ class Curve:
         self._width = 1  # points that each kept point stands for, but for the last one
 
     def add(self, x: float, y: float) -> None:
-        """Adds a point to the right of all others; values that are not finite are left out."""
-        if not math.isfinite(y):
+        """Adds a point to the right of all others; values that no chart can hold are left out."""
+        if not abs(y) < _LARGEST:  # nor NaN
             return
         new = Point(1, x, y, y, y)
         if self._points and self._points[-1].count < self._width:

@@ -260,7 +260,10 @@ class _AdapterCallbacks:
 
         task, control, self.save_due = self._task, self.control, save
         bring_up(self._state, task)
-        control.should_log, control.should_evaluate, control.should_save = log, evaluate, save
+        control.should_log |= log
+        control.should_evaluate |= evaluate
+        control.should_save |= save
+        control.should_training_stop |= task.progress.step >= task.total_steps
         self.call("on_step_end")
         last = task.progress.step >= task.total_steps or self.control.should_training_stop
         if self._epoch is not None and (last or self._epoch_now() > self._epoch):

@@ -138,6 +138,14 @@ def labels_told(task: Task, longest: int = 24) -> str:
     return f"{count} labels" + (f" ({some(shown)})" if shown else "")
 
 
+def _held_out(task: Task) -> int:
+    """Returns how many samples of its dataset `validation_split` holds out for a task."""
+    data = task.eval_data
+    if data is None or data is task.data or task.config.eval_dataset != task.config.dataset:
+        return 0
+    return len(data.samples)
+
+
 class PlainLines(Reporter):
     """Prints one line for each event, warnings and faults to `err`; steps every ``logging_steps``."""
 
@@ -159,9 +167,9 @@ class PlainLines(Reporter):
                 done = f" from step {task.progress.step}" if task.progress.step else ""
                 labels = labels_told(task)
                 more = f", {labels}" if labels else ""
-                self.note(
-                    f"{task.name}: {len(task.data.samples)} samples, {task.total_steps} steps{done}{more}"
-                )
+                held = f", {_held_out(task)} held out" if _held_out(task) else ""
+                samples = f"{len(task.data.samples)} samples{held}"
+                self.note(f"{task.name}: {samples}, {task.total_steps} steps{done}{more}")
 
     def step(self, task: Task, record: dict[str, Any]) -> None:
         self._pace.add(task.name, record["tokens"], record["seconds"])

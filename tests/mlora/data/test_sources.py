@@ -1,5 +1,6 @@
 """Where rows come from: columns, several files with weights, samples that are held out, the hub."""
 
+import io
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mlora.data.dataset import Dataset, held_out, joined, load_dataset
 from mlora.data.source import Source
 from mlora.errors import RunError
 from mlora.model.base_info import BaseInfo
+from mlora.run.reporter import PlainLines
 from mlora.run.run import train
 from mlora.tasks.task import Task, TaskBuilder
 from tiny_run import run_data, write_jsonl
@@ -52,6 +54,8 @@ def test_weights_say_how_often_samples_are_there(tmp_path: Path) -> None:
     several = {tuple(ids_of(joined(parts, [0.5, 0.5], seed))) for seed in range(20)}
     assert len(several) > 1
     assert joined(parts, [1, 1], 0).fingerprint != joined(parts, [1, 2], 0).fingerprint
+    with pytest.raises(RunError, match=r"a\.jsonl and 1 more: weight leaves none of 8 samples$"):
+        joined(parts, [0.1, 0.1], 0)
 
 
 def test_samples_are_held_out(tmp_path: Path) -> None:
@@ -145,6 +149,19 @@ def test_a_run_of_several_files_with_a_held_out_part(tiny_base: Path, tmp_path: 
     assert set(trained) | set(held) == {*range(12), *range(100, 108)}
     assert not set(trained) & set(held)
     assert ids_of(task_of(data, tiny_base, tmp_path).data) == trained
+    data["datasets"].append(
+        {"name": "few", "path": "a.jsonl", "format": "tokens", "columns": {"input_ids": "ids"}}
+    )
+    few = task_of(
+        data | {"adapters": [data["adapters"][0] | {"dataset": "few", "eval_dataset": "few"}]},
+        tiny_base,
+        tmp_path,
+    )
+    told = io.StringIO()
+    PlainLines(told).start([task, few])
+    lines = told.getvalue().splitlines()
+    assert lines[0] == f"first: {len(trained)} samples, 5 held out, {task.total_steps} steps"
+    assert lines[1] == f"first: 12 samples, {few.total_steps} steps"
     assert train(resolve_config(data, folder=tmp_path)).status == "finished"
 
 
@@ -279,6 +296,14 @@ def test_a_file_is_read_up_to_the_last_sample(tmp_path: Path) -> None:
         ({"path": []}, "path"),
         ({"path": [{"path": "a.jsonl", "wieght": 2}]}, "did you mean 'weight'"),
         ({"max_samples": 0}, "max_samples"),
+        (
+            {"columns": {"labels": "y", "input_id": "x"}},
+            "columns.input_id: the format tokens has no such field; did you mean 'input_ids'?",
+        ),
+        (
+            {"columns": {"text": "x"}},
+            "columns.text: the format tokens has no such field; its fields: input_ids, labels",
+        ),
     ],
 )
 def test_keys_that_are_refused(keys: dict[str, Any], message: str, tiny_base: Path, tmp_path: Path) -> None:

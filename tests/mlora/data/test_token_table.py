@@ -1,5 +1,6 @@
 """Samples of every class go into a table and come out as they were; large files become tables once."""
 
+import json
 import multiprocessing
 import os
 from collections import Counter
@@ -18,6 +19,7 @@ from mlora.data.token_cache import TokenCache, table_key
 from mlora.data.token_table import Samples, record_batches, write_table
 from mlora.errors import RunError
 from tiny_run import save_tokenizer, write_jsonl
+from transformers import CTRLTokenizer
 
 CHOSEN, REJECTED = Sample((1, 2, 9), (-100, 2, 9)), Sample((1, 3), (-100, 3))
 KINDS: dict[str, list[Any]] = {
@@ -117,6 +119,28 @@ def test_what_changes_samples_is_another_table(lines: Path, tmp_path: Path) -> N
     assert changed != key
     tokenizer.add_tokens(["<new>"])
     assert table_key(tokenizer, "a", 1) not in (key, changed)
+    tokenizer = save_tokenizer(tmp_path)
+    tokenizer.split_special_tokens = True
+    assert table_key(tokenizer, "a", 1) != key
+
+
+def test_all_of_a_tokenizer_without_a_backend_counts(tmp_path: Path) -> None:
+    """Its words alone do not: the same words may be merged in another order, or lowered."""
+    words = {"<unk>": 0, "a</w>": 1, "b": 2, "ab</w>": 3, "bb</w>": 4, "b</w>": 5, "a": 6}
+    (tmp_path / "vocab.json").write_text(json.dumps(words))
+    keys = set()
+    for merges, more in (
+        ("a b</w>\nb b</w>", {}),
+        ("b b</w>\na b</w>", {}),
+        ("b b</w>\na b</w>", {"x": True}),
+    ):
+        (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+        tokenizer = CTRLTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"), **more)
+        tokenizer.save_pretrained(tmp_path / "saved")
+        loaded = CTRLTokenizer.from_pretrained(tmp_path / "saved")
+        assert table_key(loaded) == table_key(CTRLTokenizer.from_pretrained(tmp_path / "saved"))
+        keys.add(table_key(loaded))
+    assert len(keys) == 3
 
 
 @pytest.mark.usefixtures("small")

@@ -45,6 +45,14 @@ def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     assert names(tmp_path / "empty") == ["a"]
 
 
+def test_parents_that_were_made_go_with_a_folder_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    with pytest.raises(ZeroDivisionError):
+        failing(tmp_path / "old" / "new" / "deep" / "out", ZeroDivisionError())
+    assert names(tmp_path) == ["old"]
+    assert names(tmp_path / "old") == []
+
+
 def failing(folder: Path, fault: Exception) -> None:
     with new_folder(folder, "--output") as scratch:
         (scratch / "b").mkdir()

@@ -393,5 +393,16 @@ def test_what_the_command_cannot_read_or_write(tmp_path: Path) -> None:
     missing = tmp_path / "no" / "page.html"
     line = only_line(invoke("report", folder.path, "--output", missing))
     assert line == f"error: {missing}: cannot be saved: No such file or directory"
+    whole = folder.metrics.read_text()
+    for key, value, told in (
+        ("tokens", "null", "nothing"),
+        ("seconds", "NaN", "nan"),
+        ("loss", '"<b>"', "'<b>'"),
+    ):
+        line = json.loads(whole) | {key: "VALUE"}
+        folder.metrics.write_text(json.dumps(line).replace('"VALUE"', value) + "\n")
+        said = only_line(invoke("report", folder.path))
+        assert said == f"error: {folder.metrics}:1: is not a line of metrics: {key} is {told}, not a number"
+    folder.metrics.write_text(whole)
     folder.environment.write_text("[]")
     assert "environment.json: holds no starts of a run" in only_line(invoke("report", folder.path))

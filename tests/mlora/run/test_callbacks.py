@@ -314,6 +314,36 @@ def test_what_a_callback_may_ask_for(tiny_base: Path, tmp_path: Path) -> None:
     assert saved == [1, 6]
 
 
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step"])
+def test_what_is_asked_for_before_a_step_ends_counts(tiny_base: Path, tmp_path: Path, event: str) -> None:
+    """`Trainer`, too, keeps what a callback asks for from the begin of a step to its end."""
+
+    def asks(state: TrainerState, control: TrainerControl) -> None:
+        if state.global_step == 3:  # before step 4
+            control.should_evaluate = control.should_log = control.should_save = True
+
+    data = run_data(tiny_base, tmp_path)
+    data["defaults"] |= {"logging_steps": 9, "save_steps": None}
+    seen: dict[str, list[int]] = {"on_log": [], "on_save": []}
+    noting = [
+        Does(name, lambda state, _, steps=steps: steps.append(state.global_step))
+        for name, steps in seen.items()
+    ]
+    run(data, tmp_path, of("first", Does(event, asks), *noting))
+    evaluated = [line["step"] for line in lines(tmp_path / "run") if "eval_loss" in line]
+    assert evaluated == [0, 3, 4, 6]
+    assert seen == {"on_log": [0, 3, 4, 4, 6, 6], "on_save": [4, 6]}
+
+
+def test_the_last_step_asks_to_stop(tiny_base: Path, tmp_path: Path) -> None:
+    """As ``DefaultFlowCallback`` of Transformers does, before other callbacks see the step's end."""
+    seen: list[bool] = []
+    last = Does("on_step_end", lambda _, control: seen.append(control.should_training_stop))
+    result = run(run_data(tiny_base, tmp_path), tmp_path, of("first", last))
+    assert seen == [False] * 5 + [True]
+    assert (result.adapters["first"].state, result.adapters["first"].message) == ("finished", "")
+
+
 def test_a_stop_ends_one_adapter_with_its_weights(tiny_base: Path, tmp_path: Path) -> None:
     """The other one trains as without it; the weights are those of the last step."""
 

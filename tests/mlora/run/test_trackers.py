@@ -6,6 +6,7 @@ Each run is cut off after a checkpoint and resumed, so it makes some steps twice
 from __future__ import annotations
 
 import json
+import socket
 import struct
 import sys
 import time
@@ -182,10 +183,13 @@ def test_mlflow(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_an_mlflow_server_that_is_away_is_refused(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # the discard port, which nobody serves
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with pytest.raises(RunError, match=r"report_to: mlflow: .*127\.0\.0\.1.*; put that right"):
-        train(resolve_config(run_data(tiny_base, tmp_path, report_to="mlflow"), folder=tmp_path))
+    """At once: MLflow's own calls try again for minutes."""
+    monkeypatch.setattr("mlora.run.trackers.mlflow._PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never answers
+        for port in (9, silent.getsockname()[1]):  # the discard port, which nobody serves
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+            with pytest.raises(RunError, match=r"report_to: mlflow: .*127\.0\.0\.1.*; put that right"):
+                train(resolve_config(run_data(tiny_base, tmp_path, report_to="mlflow"), folder=tmp_path))
 
 
 def test_trackio(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

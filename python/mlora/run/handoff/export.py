@@ -11,10 +11,11 @@ from safetensors import safe_open
 from mlora.config.run_config import RunConfig
 from mlora.data.chat import with_template
 from mlora.errors import RunError
+from mlora.files.disk import write_file
 from mlora.files.new_folder import check_new, new_folder
 from mlora.model.base_info import BaseInfo
 from mlora.run.handoff.adapters import FoundWeights, RunAdapter, find_weights, named_adapter, open_run
-from mlora.run.handoff.model_card import lora_facts, training_facts, write_card
+from mlora.run.handoff.model_card import CARD, card_text, lora_facts, training_facts
 from mlora.run.handoff.peft_folders import empty_model, write_peft_folder
 from mlora.run.handoff.portable import is_portable, make_portable
 from mlora.run.handoff.servers import serving_lines
@@ -124,8 +125,7 @@ def card_of(config: RunConfig, adapter: RunAdapter, found: FoundWeights, folder:
     lora = read_config(folder)
     quantized = {} if config.quantization is None else {"Base quantized with": config.quantization.method}
     own = adapter.config
-    write_card(
-        folder,
+    text = card_text(
         found.name,
         config.base_model,
         "adapter",
@@ -133,6 +133,7 @@ def card_of(config: RunConfig, adapter: RunAdapter, found: FoundWeights, folder:
         lora_facts(lora) | training_facts(own, step=found.step) | quantized | losses_of(found),
         labels=labels_of(lora).get("num_labels"),
     )
+    write_file(folder / CARD, text.encode())
 
 
 def losses_of(found: FoundWeights) -> dict[str, str]:

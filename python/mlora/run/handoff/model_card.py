@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,8 +35,7 @@ def write_adapter_card(folder: Path, task: Task) -> None:
 
     lora = read_config(folder)
     facts = lora_facts(lora) | training_facts(task.config, step=task.saved_step)
-    write_card(
-        folder,
+    text = card_text(
         task.name,
         str(lora.base_model_name_or_path),
         "adapter",
@@ -44,6 +43,7 @@ def write_adapter_card(folder: Path, task: Task) -> None:
         facts,
         labels=labels_of(lora).get("num_labels"),
     )
+    write_file(folder / CARD, text.encode())
 
 
 def training_facts(adapter: AdapterConfig, *, step: int) -> dict[str, str]:
@@ -74,33 +74,15 @@ def lora_facts(lora: LoraConfig) -> dict[str, str]:
     return facts
 
 
-def write_card(
-    folder: Path,
-    name: str,
-    base: str,
-    kind: Literal["adapter", "merged"],
-    task: str | None,
-    facts: Mapping[str, str],
-    notes: Sequence[str] = (),
-    labels: int | None = None,
-) -> None:
-    """Writes ``README.md``: base model, tags, facts, and how to load the folder.
-
-    Raises RunError if the file cannot be written.
-    """
-    write_file(folder / CARD, card_text(name, base, kind, task, facts, notes, labels).encode())
-
-
 def card_text(
     name: str,
     base: str,
     kind: Literal["adapter", "merged"],
     task: str | None,
     facts: Mapping[str, str],
-    notes: Sequence[str] = (),
     labels: int | None = None,
 ) -> str:
-    """Returns the content of a card.
+    """Returns the content of ``README.md``: base model, tags, facts, and how to load the folder.
 
     Args:
         name: of the adapter.
@@ -108,7 +90,6 @@ def card_text(
         kind: an adapter's folder, or a merged model.
         task: PEFT's ``task_type``; None = a causal language model.
         facts: rows of the table of training.
-        notes: paragraphs before it is said how to load the folder.
         labels: the number of labels of the adapter's head.
     """
     from huggingface_hub import ModelCardData
@@ -132,7 +113,6 @@ def card_text(
         f"---\n{data.to_yaml()}\n---",
         f"# {name}",
         f"{what} Trained with mlora-ext.",
-        *notes,
         "## How to load",
         f"```python\n{_loading(base, ending, adapter, labels)}\n```",
         "## Training",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+import requests
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus
 from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
@@ -17,6 +19,7 @@ from mlora.run.trackers.tracker import TrackedGroup, Tracker
 
 _STATUS = {"finished": RunStatus.FINISHED, "stopped": RunStatus.FAILED}
 """MLflow's status of a run by how its adapter ended; others were killed."""
+_PATIENCE = 20.0  # seconds for a server's first answer
 
 
 class MlflowTracker(Tracker):
@@ -27,6 +30,7 @@ class MlflowTracker(Tracker):
 
     def __init__(self, group: TrackedGroup) -> None:
         self._client, self._group = MlflowClient(), group.name
+        _check_answers(self._client.tracking_uri)
         name = group.project or MLFLOW_EXPERIMENT_NAME.get() or "Default"
         found = self._client.get_experiment_by_name(name)
         self._experiment = found.experiment_id if found else self._client.create_experiment(name)
@@ -74,6 +78,13 @@ class MlflowTracker(Tracker):
         if self._ends:
             status = RunStatus.KILLED if "interrupted" in self._ends else RunStatus.FINISHED
             self._client.set_terminated(self._parent, RunStatus.to_string(status))
+
+
+def _check_answers(server: str) -> None:
+    """Raises what `requests` does if a server does not answer; MLflow itself tries again for minutes."""
+    if server.startswith(("http://", "https://")):
+        with suppress(requests.exceptions.SSLError):  # MLflow has settings of its own for certificates
+            requests.get(server, timeout=_PATIENCE, allow_redirects=False, stream=True).close()
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
