@@ -14,12 +14,12 @@ NAMES = {
         "output_dir": "output out out_dir output_path output_folder save_dir save_path run_dir",
         "datasets": "data dataset_dir train_data",
         "dataset": "data train_dataset train_path train_file",
-        "path": "file data_path data_files file_name dataset_name dataset_path",
+        "path": "file hf_hub_url data_path data_files file_name dataset_name dataset_path",
         "name": "adapter_name id",
         "format": "type dataset_type data_format ranking",
         "eval_dataset": "val_dataset validation_dataset test_dataset test_datasets eval_file val_file "
         "validation_file",
-        "validation_split": "val_set_size val_size val_split test_size eval_split",
+        "validation_split": "val_set_size val_size val_split test_size test_split_size eval_split",
         "split": "dataset_split dataset_train_split train_split train_on_split",
         "subset": "config_name dataset_config dataset_config_name subset_name",
         "columns": "column_mapping column_map rename_columns text_column text_field dataset_text_field "
@@ -142,8 +142,10 @@ _TOKENS = (
 )
 _TYPE = "write `quantization: {method: bnb-nf4}` or `bnb-fp4` at the top level of the config"
 HINTS = {
+    "activation_offloading": "write offload: {activations: swap}, or gradient_checkpointing: true",
+    "layer_offloading": "write offload: {base: disk}",
     "adapter": "list adapters under adapters, each with its lora; that of a sweep belongs under sweep",
-    "cosine_min_lr_ratio": "write lr_scheduler_type: cosine_with_min_lr; lr_scheduler_kwargs has its min_lr_rate",
+    "cosine_min_lr_ratio": "write cosine_with_min_lr, with lr_scheduler_kwargs: {min_lr_rate: ...}",
     "dataset_test_split": "add an entry of datasets with split: test, and name it as eval_dataset",
     "ds_type": "a file's content tells what kind of file it is; remove this key",
     "evals_per_epoch": "write eval_steps; below 1 it is a share of all steps: 1 / (epochs * evals_per_epoch)",
