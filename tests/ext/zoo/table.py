@@ -58,8 +58,8 @@ encoder-decoders and models of images or audio were not tried: train them in you
 
 LOOP = """## In your own loop
 
-`convert_model` puts adapters on a model of your own, and a batch may mix them. {classes} classes were compared with
-PEFT ([how](#how-it-was-checked)), with transformers {transformers}, peft {peft} and torch {torch}:
+`convert_model` puts adapters on a model of your own, and a batch may mix them. {classes} classes were compared
+with PEFT ([how](#how-it-was-checked)), with transformers {transformers}, peft {peft} and torch {torch}:
 
 {counts}
 
@@ -85,7 +85,8 @@ Two families have limits of their own:
   be mixed if all images of the batch have one size and all samples have equally many. Other batches are
   refused.
 - **NLLB-MoE**'s experts take a number of tokens that depends on the whole batch. So one sample's results
-  depend on the others, whatever their adapters. Conversion warns of it. The model of its row has no such layer.
+  depend on the others, whatever their adapters. Conversion warns of it. The model of its row has no such
+  layer.
 
 """
 
