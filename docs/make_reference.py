@@ -247,15 +247,29 @@ Every command of `mlora`, as `mlora COMMAND --help` prints it.
 
 def commands_page() -> str:
     """Returns the page of all commands."""
+    commands = list(_commands())
+    rows = [
+        (f"[`{name}`](#{name.replace(' ', '-')})", plain(_help(command).split("\n")[0]))
+        for name, command in commands
+    ]
+    text = COMMANDS + table(("Command", "What it does"), rows)
+    text += "".join(_command(name, command) for name, command in commands)
+    return text.rstrip("\n") + "\n" + MADE
+
+
+def _commands() -> Iterable[tuple[str, Any]]:
+    """Yields each command with its whole name."""
     import typer
     from mlora.cli.app import app
 
-    text = COMMANDS
     for name, command in typer.main.get_command(app).commands.items():
-        text += _command(f"mlora {name}", command)
+        yield f"mlora {name}", command
         for inner, each in getattr(command, "commands", {}).items():
-            text += _command(f"mlora {name} {inner}", each)
-    return text.rstrip("\n") + "\n" + MADE
+            yield f"mlora {name} {inner}", each
+
+
+def _help(command: Any) -> str:
+    return inspect.cleandoc(command.help or "")
 
 
 def _command(name: str, command: Any) -> str:
@@ -263,7 +277,7 @@ def _command(name: str, command: Any) -> str:
     arguments = [each for each in parameters if not each.opts[0].startswith("-")]
     options = [each for each in parameters if each.opts[0].startswith("-")]
     usage = " ".join([name, *(["[OPTIONS]"] if options else []), *(str(each.metavar) for each in arguments)])
-    text = f"## {name}\n\n{plain(inspect.cleandoc(command.help or ''))}\n\n```\n{usage}\n```\n\n"
+    text = f"## {name}\n\n{plain(_help(command))}\n\n```\n{usage}\n```\n\n"
     if name == "mlora bench":
         return text + "Its words are those of the suite: [bench.md](../bench.md).\n\n"
     rows = [
@@ -287,6 +301,8 @@ def _is_flag(option: Any) -> bool:
 
 def _option_default(option: Any) -> str:
     default = getattr(option.default, "value", option.default)
+    if option.required:
+        return "required"
     if _is_flag(option) or default is None or "default:" in (option.help or ""):
         return ""
     return value(default)

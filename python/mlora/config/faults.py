@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mlora.config.adapter_config import AdapterConfig
-from mlora.config.aliases import HINTS, UNSUPPORTED, VALUES, known_as
+from mlora.config.aliases import HINTS, OPTIONS, UNSUPPORTED, VALUES, known_as
 from mlora.config.lora_fields import CHOICES
 from mlora.config.offload_config import OffloadConfig
 from mlora.config.quantization_config import METHODS, QuantizationConfig
@@ -54,6 +54,8 @@ OTHERWISE = {
 }
 """Hints for keys that mean something else among the training fields."""
 
+_KNOWN = "unknown key; known keys: "
+
 EXPECTED = {
     "string_type": "must be text",
     "string_too_short": "must not be empty",
@@ -92,12 +94,17 @@ def explain(
     lines = []
     faults = error.errors()
     places = [fault["loc"] for fault in faults]
+    messages = set[str]()  # the list of known keys is told once
     unknown = set[Location]()  # samples of a sweep have the same keys with other values
     for fault in faults:
         location = moved(tuple(part for part in fault["loc"] if part != "[key]"))
         if not _comes_from_defaults(fault["loc"], data, places) and location not in unknown:
             unknown |= {location} if fault["type"] == "extra_forbidden" else set()
-            parts = (_source(location, where, given), path_of(location), _message(fault))
+            message = _message(fault)
+            if message.startswith(_KNOWN) and message in messages:
+                message = "unknown key"
+            messages.add(message)
+            parts = (_source(location, where, given), path_of(location), message)
             lines.append(": ".join(part for part in parts if part))
     return list(dict.fromkeys(lines))
 
@@ -163,6 +170,7 @@ def _some_keys(location: Location) -> str:
 
 def option_of_objective(key: str, value: Any) -> str | None:
     """Returns the message for an option of objectives that stands elsewhere, or None if it is none."""
+    key = OPTIONS.get(key, key)
     names = objectives_with(key)
     if not names:
         return None
@@ -193,7 +201,7 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
     if here:
         return f"unknown key; did you mean {here!r}?"
     elsewhere = elsewhere or _elsewhere(key, partial(spelt_alike, alike=0.8))
-    return elsewhere or f"unknown key; known keys: {', '.join(known)}"
+    return elsewhere or f"{_KNOWN}{', '.join(known)}"
 
 
 def _elsewhere(key: str, find: Callable[[str, Sequence[str]], str | None]) -> str | None:

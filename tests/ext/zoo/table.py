@@ -14,6 +14,7 @@ import peft  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from compare import NAMES, Outcome, outcome, outcome_of_parts  # noqa: E402
+from engine_refusals import REFUSED  # noqa: E402
 from families import FAMILIES, Family  # noqa: E402
 from inputs import make_batches, make_model  # noqa: E402
 from parts import COLUMNS, parts_of  # noqa: E402
@@ -23,47 +24,71 @@ ALL = "`all-linear`"
 
 HEAD = """# Models: which families of Transformers work
 
-This page shows the model classes of Transformers that take several adapters in one batch. For each class the
-check did the following:
+It depends on how you train:
 
-1. It made a small model with random weights, and added two adapters (ranks 4 and 12, `all-linear`).
-2. It ran a mixed batch (`adapter_names=["a", "b", "__base__", "a"]`) in evaluation mode and in training mode,
-   in fp64. One batch had sequences longer than its number of samples, another had sequences of exactly that
-   length. The base model's dropouts, router noise and other random numbers were off.
-3. It ran PEFT with each adapter alone on the same weights, and compared the outputs of every sample and the
-   gradients of every adapter.
-
-It did the same for adapters that train something else beside the linear layers:
-
-| Column | What the adapters also train |
+| You train with | Which models |
 |---|---|
-| `all-linear` | nothing else |
-| embeddings | LoRA on the table of tokens and on the head that makes logits, if there is one |
-| tokens | 26 rows of the table of tokens: `trainable_token_indices` |
-| head | a copy of the head (`lm_head`, `classifier`, or what the class has): `modules_to_save` |
-| norm | a copy of the last norm that is used: `modules_to_save` |
+| [`mlora train`](#in-mlora-train), `Engine` | decoders with attention: Llama, Qwen, Mistral, Gemma, ... |
+| [your own loop](#in-your-own-loop), `Trainer`, TRL | nearly all: text, images, audio |
 
-A name in `modules_to_save` stands for every module whose name ends so, such as `classifier` for DistilBERT's
-`pre_classifier`, and these have no low-rank parts. Batches for copies with batch normalisation have two
-samples of each adapter, which it needs, and none of the base. Where tokens are trained, PEFT leaves out the
-bias of a head that is tied to the table, until it has merged them (its
-[issue 3649](https://github.com/huggingface/peft/issues/3649)); the check adds this bias to PEFT's result.
-
-**Equal** means that all outputs and gradients agree to 1e-9. **Refused** means that a ValueError names the
-layer and says what to do. **Refused in part** means so of some layers that `all-linear` reaches; without them
-all results are equal, and the last column shows targets that work: `without` lists patterns of
-`exclude_modules`. These targets are those of the other columns, too. **PEFT refuses** means that PEFT cannot
-train such an adapter alone, either. A dash means that the class has no such part.
-The numbers stand for [reasons](#reasons).
-
-Qwen2-VL and Qwen2.5-VL see the images of a batch as one list of patches. Adapters on these layers can be
-mixed if all images of the batch have one size and all samples have equally many; other batches are refused.
-
-NLLB-MoE's experts take a number of tokens that depends on the whole batch, so one sample's results depend on
-the others, whatever their adapters; conversion warns of it. The model of its row has no such layer.
+A class that does not work is refused in one line that names it, before anything is trained. So you may try a
+class that is not on this page.
 
 """
 
+TRAINED = """## In `mlora train`
+
+`mlora train` and `Engine` pack the rows of all samples behind each other. When a model is loaded, they check
+that packed rows give the model's own logits. {taken} of {all} classes of decoders pass, tried as small models
+with random weights. Classifiers and taggers over them work, too ([heads.md](heads.md)). These pass:
+
+{names}.
+
+These are refused:
+
+| They have | Classes |
+|---|---|
+{refused}
+
+LFM2 passes without its convolutions only; the checkpoints that are published have them. Encoders,
+encoder-decoders and models of images or audio were not tried: train them in your own loop.
+`tests/mlora/model/test_decoder_families.py` checks this list.
+
+"""
+
+LOOP = """## In your own loop
+
+`convert_model` puts adapters on a model of your own, and a batch may mix them. {classes} classes were compared
+with PEFT ([how](#how-it-was-checked)), with transformers {transformers}, peft {peft} and torch {torch}:
+
+{counts}
+
+- **equal**: all outputs and gradients are those of PEFT with each adapter alone, to 1e-9.
+- **refused in part**: some layers that `all-linear` reaches are refused, by a ValueError that names the layer
+  and says what to do. Without them all results are equal. The last column of the classes' table says how to
+  leave them out: `without` lists patterns for `exclude_modules`.
+- **refused**: all layers of the column are refused so.
+- **PEFT refuses**: PEFT cannot train such an adapter alone, either.
+- A dash: the class has no such part.
+
+| Column | What the adapters train |
+|---|---|
+| `all-linear` | the linear layers |
+| embeddings | also LoRA on the table of tokens, and on the head that makes logits, if there is one |
+| tokens | also 26 rows of the table of tokens: `trainable_token_indices` |
+| head | also a copy of the head (`lm_head`, `classifier`, or what the class has): `modules_to_save` |
+| norm | also a copy of the last norm that is used: `modules_to_save` |
+
+Two families have limits of their own:
+
+- **Qwen2-VL and Qwen2.5-VL** see the images of a batch as one list of patches. Adapters on these layers can
+  be mixed if all images of the batch have one size and all samples have equally many. Other batches are
+  refused.
+- **NLLB-MoE**'s experts take a number of tokens that depends on the whole batch. So one sample's results
+  depend on the others, whatever their adapters. Conversion warns of it. The model of its row has no such
+  layer.
+
+"""
 
 GENERATE = """\
 ## Generation
@@ -78,7 +103,36 @@ five refuse, and name a reason:
 
 Whisper refuses several return sequences per sample. `tests/ext/zoo/test_zoo_generate.py` checks all of this.
 
-## Classes
+"""
+
+CLASSES = """## Classes
+
+All classes in your own loop. The numbers stand for [reasons](#reasons).
+
+"""
+
+CHECKED = """## How it was checked
+
+For each class the check did the following:
+
+1. It made a small model with random weights, and added two adapters (ranks 4 and 12, `all-linear`).
+2. It ran a mixed batch (`adapter_names=["a", "b", "__base__", "a"]`) in evaluation mode and in training mode,
+   in fp64. One batch had sequences longer than its number of samples, another had sequences of exactly that
+   length. The base model's dropouts, router noise and other random numbers were off.
+3. It ran PEFT with each adapter alone on the same weights, and compared the outputs of every sample and the
+   gradients of every adapter.
+
+It did the same for adapters that train what the other columns say, on the targets of the first one.
+
+- A name in `modules_to_save` stands for every module whose name ends so, such as `classifier` for
+  DistilBERT's `pre_classifier`, and these have no low-rank parts.
+- Batches for copies with batch normalisation have two samples of each adapter, which it needs, and none of
+  the base.
+- Where tokens are trained, PEFT leaves out the bias of a head that is tied to the table, until it has merged
+  them (its [issue 3649](https://github.com/huggingface/peft/issues/3649)). The check adds this bias to PEFT's
+  result.
+
+This page is the output of `python tests/ext/zoo/table.py`. `make nightly` checks every row.
 """
 
 
@@ -147,18 +201,42 @@ def main(chosen: list[str]) -> None:
         rows.append(found)
         row = (family.group, family.model_type, f"`{family.kind}`", *cells, _targets(found[ALL]))
         lines.append("| " + " | ".join(row) + " |")
-    print(HEAD, end="")
-    print(
-        f"The counts of {len(lines)} classes, with transformers {transformers.__version__}, peft "
-        f"{peft.__version__} and torch {torch.__version__}:\n\n{_counts(rows)}\n\n"
-        "This page is the output of `python tests/ext/zoo/table.py`; `make nightly` checks every row.\n\n"
-        "## Reasons\n"
-    )
-    print("\n".join(f"{number}. {one.reason}" for number, one in enumerate(in_order(), 1)) + "\n")
-    print(GENERATE)
+    print(page(lines, _counts(rows)), end="")
+
+
+def page(lines: list[str], counts: str) -> str:
+    """Returns the page: what works first, then the table of `lines`, then how it was checked."""
+    versions = {
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "torch": torch.__version__,
+    }
     columns = ("Kind", "Model type", "Class", ALL, *COLUMNS, "Targets, if not all-linear")
-    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    print("\n".join(lines))
+    head = "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns)
+    reasons = (f"{number}. {one.reason}" for number, one in enumerate(in_order(), 1))
+    return (
+        HEAD
+        + _trained()
+        + LOOP.format(classes=len(lines), counts=counts, **versions)
+        + GENERATE
+        + CLASSES
+        + "\n".join([head, *lines, "", "## Reasons", "", *reasons, "", CHECKED])
+    )
+
+
+def _trained() -> str:
+    """The part on `mlora train`: which decoders it takes."""
+    decoders = [family.kind for family in FAMILIES if family.group == "decoder"]
+    left = {kind for kinds in REFUSED.values() for kind in kinds}
+    taken = [kind for kind in decoders if kind not in left]
+    refused = (f"| {reason} | {_names(kinds)} |" for reason, kinds in REFUSED.items())
+    return TRAINED.format(
+        taken=len(taken), all=len(decoders), names=_names(taken), refused="\n".join(refused)
+    )
+
+
+def _names(kinds: list[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
 
 
 if __name__ == "__main__":

@@ -287,6 +287,29 @@ def test_initialisations_are_known_in_any_case(tmp_path: Path, value: str) -> No
         ("simpo_gamma", "it belongs in objective: {name: cpo, simpo_gamma: 1} (also simpo)"),
         ("defaults.dtype", "unknown key; write `bf16: true` or `fp16: true` at the top level"),
         ("save", "unknown key; known keys: base_model, output_dir,"),
+        ("lora_target_linear", "write target_modules: all-linear in the adapter's lora"),
+        ("peft_use_dora", "did you mean 'use_dora'? It belongs under an adapter's lora"),
+        ("rl", "did you mean 'objective'? It belongs under defaults or under an adapter"),
+        ("rl_beta", "it belongs in objective: {name: dpo, beta: 1} (also cpo, simpo, orpo, kto)"),
+        ("pref_beta", "it belongs in objective: {name: dpo, beta: 1}"),
+        ("defaults.kto_chosen_weight", "it belongs in objective: {name: kto, desirable_weight: 1}"),
+        ("orpo_alpha", "it is beta of objective: {name: orpo, beta: ...}"),
+        ("flash_attention", "unknown key; the run has its own attention over packed rows; remove"),
+        ("pad_to_sequence_len", "samples are always packed, without padding; remove this key"),
+        ("evals_per_epoch", "write eval_steps; below 1 it is a share of all steps"),
+        ("stage", "the loss is an adapter's objective, such as dpo"),
+        ("finetuning_type", "did you mean 'method'?"),
+        ("template", "did you mean 'chat_template'? It belongs under datasets"),
+        ("adapter_name_or_path", "did you mean 'init_from'? It belongs under an adapter"),
+        ("additional_target", "did you mean 'modules_to_save'? It belongs under an adapter's lora"),
+        ("overwrite_output_dir", "remove this key, and use `mlora train --overwrite`"),
+        ("do_train", "the command says what is done"),
+        ("datasets.d.dataset_name", "did you mean 'path'?"),
+        ("dataset_test_split", "add an entry of datasets with split: test, and name it as eval_dataset"),
+        ("use_bnb_nested_quant", "did you mean 'double_quant'? It belongs under quantization"),
+        ("model_revision", "download that revision of the base model, and name its folder"),
+        ("resume_from_checkpoint", "continue the run with `mlora resume RUN_DIR`"),
+        ("push_to_hub", "upload its folder with `hf upload`"),
     ],
 )
 def test_names_of_other_tools_lead_to_ours(faults: Faults, key: str, expected: str) -> None:
@@ -361,6 +384,13 @@ def test_what_has_no_counterpart_here_is_said_to_have_none(faults: Faults, where
     for key in ("deepspeed", "eval_accumulation_steps", "eval_delay", "eval_on_start", "data_seed"):
         (line,) = faults(RUN, f"{where}{key}=1")
         assert line.endswith(f": unknown key; {key} of Transformers' TrainingArguments is not supported")
+
+
+def test_known_keys_are_listed_once(faults: Faults) -> None:
+    other, first, second = faults(RUN, "plugins=1", "qqqqq=1", "defaults.qqqqq=1")
+    assert first.startswith("--set plugins=1: plugins: unknown key; known keys: base_model, output_dir,")
+    assert second == "--set qqqqq=1: qqqqq: unknown key"
+    assert "defaults.qqqqq: unknown key; known keys: per_device_train_batch_size" in other
 
 
 def test_no_key_of_transformers_is_guessed() -> None:
