@@ -22,6 +22,7 @@ FREE = {
     ("pack_base",),
     ("offload",),
     ("save_total_limit",),
+    ("data_cache",),
     *((key,) for key in ("report_to", "run_name", "project", "logging_dir")),
     ("pipeline",),
     ("scheduler",),
