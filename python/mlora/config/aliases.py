@@ -182,9 +182,7 @@ HINTS = {
         ),
         _ATTENTION,
     ),
-    **dict.fromkeys(
-        ("dataset_num_proc", "dataset_processes", "overwrite_cache", "preprocessing_num_workers"), _TOKENISED
-    ),
+    "overwrite_cache": _TOKENISED,
     **dict.fromkeys(("add_special_tokens", "add_tokens", "special_tokens", "tokens"), _TOKENS),
     **dict.fromkeys(
         (

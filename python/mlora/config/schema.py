@@ -12,6 +12,7 @@ from typing import Any
 from mlora.config.lora_fields import NOT_SERVED, LoraFields, PeftNotes
 from mlora.config.quantization_config import OPTIONS
 from mlora.config.run_config import RunConfig
+from mlora.config.tracking import TRACKERS
 from mlora.objectives.registry import objective_options
 from mlora.optim.registry import optimizer_names
 
@@ -33,6 +34,10 @@ def run_schema() -> Schema:
         fields["objective"]["anyOf"] = _objectives()
     adapter["name"]["pattern"] = "^[A-Za-z0-9_][A-Za-z0-9_+-]{0,99}$"
     adapter["lora"]["anyOf"] = [_ref("Lora"), {"type": "null"}]
+    trackers: Schema = {"title": "name", "enum": [*TRACKERS, "all", "none"]}
+    for key in ("type", "items"):
+        del properties["report_to"][key]
+    properties["report_to"]["anyOf"] = [trackers, {"type": "array", "items": trackers}]
     properties["device"]["anyOf"] = [{"type": "string", "pattern": r"^(cpu|cuda(:\d+)?)$"}, {"type": "null"}]
     parts["QuantizationConfig"]["properties"]["method"]["enum"] = list(OPTIONS)
     path = parts["DatasetConfig"]["properties"]["path"]

@@ -22,6 +22,8 @@ FREE = {
     ("pack_base",),
     ("offload",),
     ("save_total_limit",),
+    ("data_cache",),
+    ("dataset_num_proc",),
     *((key,) for key in ("report_to", "run_name", "project", "logging_dir")),
     ("pipeline",),
     ("scheduler",),

@@ -297,6 +297,11 @@ class TaskBuilder:
         if tokenizer is not None and dataset.format in (*WITH_MESSAGES, "preference", "unpaired"):
             only = adapter.assistant_only_loss
             tokenizer = with_template(tokenizer, dataset.chat_template, assistant_only_loss=only)
+        if tokenizer is not None and _is_dated(tokenizer, dataset):
+            dated = "the chat template writes the day on which data is read (strftime_now)"
+            hint = "a resume on a later day may read other tokens; name a template with a fixed day"
+            line = f"dataset {dataset.name!r}: {dated}: {hint} in chat_template"
+            self.warnings += [line] if line not in self.warnings else []
         parts = [
             load_dataset(
                 dataset.name,
@@ -321,6 +326,12 @@ class TaskBuilder:
         self._loaded[key] = _with_template_of(joined(parts, weights, seed), tokenizer, self._base)
         self.warnings += [line for line in self._loaded[key].warnings if line not in self.warnings]
         return self._loaded[key]
+
+
+def _is_dated(tokenizer: Any, dataset: DatasetConfig) -> bool:
+    """Whether samples hold the day on which they are read, as far as the format tells."""
+    chats = dataset.format in ("messages", "sharegpt") or dataset.chat_template is not None
+    return chats and "strftime_now" in str(tokenizer.chat_template)
 
 
 def _with_template_of(data: Dataset, tokenizer: Any, base: BaseInfo) -> Dataset:

@@ -48,6 +48,7 @@ REFUSED = [
     ({"scheduler": {"memory_limit": "8 gigs"}}, "$.scheduler.memory_limit"),
     ({"scheduler": {"memory_limits": "8GiB"}}, "$.scheduler"),
     ({"pipeline": {"schedule": "gpip"}}, "$.pipeline.schedule"),
+    ({"report_to": "wandbb"}, "$.report_to"),
     ({"offload": {"base": "disc"}}, "$.offload.base"),
     ({"quantization": {"method": "nf4"}}, "$.quantization"),
 ]
@@ -56,6 +57,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {"scheduler": {"memory_limit": 8_000_000_000}},
     {"scheduler": {"memory_limit": "500 MB"}},
     {"device": "cuda:1"},
+    {"report_to": "wandb"},
+    {"report_to": ["wandb", "mlflow"]},
     {"device": None},
     {"defaults": {"objective": {"name": "dpo", "beta": 0.2, "reference": "init_from"}}},
     {"defaults": {"objective": "my_losses:margin"}},

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from mlora.config.config_file import resolve_config
+from mlora.config.run_config import RunConfig
 from mlora.data.chat import with_template
 from mlora.data.dataset import load_dataset
 from mlora.data.record import Sample
@@ -26,13 +27,17 @@ MARKED = (
 )
 
 
-def task_of(base: Path, folder: Path, dataset: dict[str, Any], **adapter: Any) -> Task:
+def config_of(base: Path, folder: Path, dataset: dict[str, Any], **adapter: Any) -> RunConfig:
     data = run_data(base, folder)
     write_jsonl(folder / "chats.jsonl", [{"messages": DIALOGUE}])
     data["datasets"] = [{"name": "chats", "path": "chats.jsonl", "format": "messages"} | dataset]
     own = {"dataset": "chats", "eval_dataset": None, "eval_steps": None, "max_length": 60}
     data["adapters"] = [data["adapters"][0] | own | adapter]
-    config = resolve_config(data, folder=folder)
+    return resolve_config(data, folder=folder)
+
+
+def task_of(base: Path, folder: Path, dataset: dict[str, Any], **adapter: Any) -> Task:
+    config = config_of(base, folder, dataset, **adapter)
     return TaskBuilder(config, BaseInfo(str(base), str(base))).build(config.adapters[0])
 
 
@@ -58,6 +63,18 @@ def test_a_template_of_a_file(tiny_base: Path, tmp_path: Path) -> None:
         task_of(tiny_base, tmp_path, {"chat_template": "none.jinja"})
     with pytest.raises(RunError, match=r"messages need a chat template, .*; give one in chat_template"):
         task_of(tiny_base, tmp_path, {})
+
+
+def test_a_template_that_writes_the_day_is_warned_of(tiny_base: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ strftime_now('%Y') }}" + MARKED)
+    config = config_of(tiny_base, tmp_path, {"chat_template": "own.jinja"})
+    builder = TaskBuilder(config, BaseInfo(str(tiny_base), str(tiny_base)))
+    for length in (50, 60):
+        builder.build(config.adapters[0].model_copy(update={"max_length": length}))
+    assert [line for line in builder.warnings if "strftime_now" in line] == [
+        "dataset 'chats': the chat template writes the day on which data is read (strftime_now): a resume "
+        "on a later day may read other tokens; name a template with a fixed day in chat_template"
+    ]
 
 
 def test_datasets_of_one_run_may_have_different_templates(tiny_base: Path, tmp_path: Path) -> None:

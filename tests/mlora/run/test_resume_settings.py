@@ -28,10 +28,13 @@ def begun(tiny_base: Path, tmp_path: Path) -> Path:
 
 def test_what_changes_no_result_may_change(begun: Path, tiny_base: Path, tmp_path: Path) -> None:
     before = len(list_checkpoints(begun / "checkpoints"))
-    done = invoke("resume", begun, "--set", "save_total_limit=9", "--set", "adapters.first.save_steps=1")
+    settings = ["save_total_limit=9", "adapters.first.save_steps=1", f"data_cache={tmp_path / 'cache'}"]
+    settings.append("dataset_num_proc=3")
+    done = invoke("resume", begun, *(word for setting in settings for word in ("--set", setting)))
     assert done.exit_code == 0, done.stderr
     config = RunFolder(begun).read_config()
     assert (config.save_total_limit, config.adapters[0].save_steps) == (9, 1)
+    assert (config.data_cache, config.dataset_num_proc) == (str(tmp_path / "cache"), 3)
     assert len(list_checkpoints(begun / "checkpoints")) > before + 2
     whole = run_data(tiny_base, tmp_path, output_dir=str(tmp_path / "whole"))
     mlora.train(resolve_config(whole, folder=tmp_path))
