@@ -95,24 +95,34 @@ VALUES = {
 }
 """Values by their names in other tools, for each key that has such."""
 
+_ATTENTION = "the run has its own attention over packed rows; remove this key"
 _COMPLETIONS = "completions are always trained without their prompts; remove this key, or use format text"
 _DTYPE = "write `bf16: true` or `fp16: true` at the top level of the config; without them it is float32"
 _PACKED = "samples are always packed, without padding; remove this key"
+_SEVERAL_DEVICES = "remove this key; `mlora train --stages N` cuts the model over N devices"
 HINTS = {
     "adapter": "list adapters under adapters, each with its lora; that of a sweep belongs under sweep",
-    "attn_implementation": "the run has its own attention over packed rows; remove this key",
+    "attn_implementation": _ATTENTION,
     "completion_only_loss": _COMPLETIONS,
+    "deepspeed": _SEVERAL_DEVICES,
     "ds_type": "a file's content tells what kind of file it is; remove this key",
     "dtype": _DTYPE,
+    "flash_attention": _ATTENTION,
+    "fsdp": _SEVERAL_DEVICES,
     "group_by_length": _PACKED,
+    "lora_target_linear": "write `target_modules: all-linear` under an adapter's lora",
     "packing": _PACKED,
+    "pad_to_sequence_len": _PACKED,
+    "resume_from_checkpoint": "remove this key; `mlora resume OUTPUT_DIR` continues a run",
     "sample_packing": _PACKED,
+    "sdp_attention": _ATTENTION,
     "special_tokens": "save the tokenizer with them in the base model's folder; an adapter trains their rows "
     "with lora: {trainable_token_indices: ...}",
     "torch_dtype": _DTYPE,
     "train_on_inputs": _COMPLETIONS,
     "trust_remote_code": "it is not supported; base models are Transformers' own classes",
     "weight": "it stands beside one of several paths: path: [one.jsonl, {path: two.jsonl, weight: 2}]",
+    "xformers_attention": _ATTENTION,
 }
 """Hints for keys of other tools that are other keys here, or none."""
 
@@ -124,15 +134,15 @@ UNSUPPORTED = {
         "dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers",
         "dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend",
         "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout",
-        "debug deepspeed disable_tqdm do_eval do_predict do_train enable_jit_checkpoint",
+        "debug disable_tqdm do_eval do_predict do_train enable_jit_checkpoint",
         "eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start eval_use_gather_object",
-        "fp16_full_eval fsdp fsdp_config full_determinism gradient_checkpointing_kwargs hub_always_push",
+        "fp16_full_eval fsdp_config full_determinism gradient_checkpointing_kwargs hub_always_push",
         "hub_model_id hub_private_repo hub_revision hub_strategy hub_token ignore_data_skip",
         "include_for_metrics include_num_input_tokens_seen label_smoothing_factor",
         "length_column_name liger_kernel_config local_rank log_level log_level_replica log_on_each_node",
         "logging_first_step logging_nan_inf_filter neftune_noise_alpha optim_args optim_target_modules",
         "parallelism_config prediction_loss_only push_to_hub remove_unused_columns",
-        "restore_callback_states_from_checkpoint resume_from_checkpoint save_on_each_node",
+        "restore_callback_states_from_checkpoint save_on_each_node",
         "save_only_model skip_memory_metrics tf32 torch_compile torch_compile_backend torch_compile_mode",
         "torch_empty_cache_steps trackio_bucket_id trackio_space_id trackio_static_space_id",
         "train_sampling_strategy use_cache use_cpu use_liger_kernel",
