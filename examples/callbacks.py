@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     settings = [f"output_dir={args.output.resolve()}", f"defaults.eval_steps={max(1, args.steps // 20)}"]
     settings += [f"adapters.{name}.max_steps={args.steps}" for name in ("sums", "reverse", "sort", "dates")]
-    settings += ["defaults.eval_exact_match=false", "adapters.sort.metric_for_best_model=loss"]
+    settings += ["defaults.eval_exact_match=false", "adapters.sort.load_best_model_at_end=true"]
     config = load_config(HERE / "quickstart.yaml", settings)
     result = mlora.train(config, callbacks=[callbacks_of])
     for name, adapter in result.adapters.items():

@@ -13,10 +13,11 @@ if LOADED:
 
 
 def check_library() -> None:
-    """Raises RuntimeError if the compiled operators are missing, and says how to build them."""
+    """Raises RuntimeError if the compiled operators are missing, and says what to do."""
     if not LOADED:
         raise RuntimeError(
-            f"the compiled operators are missing ({LIBRARY.name} is not in {LIBRARY.parent}). Build them "
-            "with `pip install --no-build-isolation .` or `make env` in the source folder, or use the slow "
-            "plain PyTorch implementation: mlora_ext.use_backend('reference')"
+            f"the compiled operators are missing ({LIBRARY.name} is not in {LIBRARY.parent}). In a source "
+            "folder, build them there with `make env` or `pip install --no-build-isolation -e .`, or start "
+            "Python in another folder to use an installed package, which this folder hides. "
+            "mlora_ext.use_backend('reference') needs no compiled operators, but is slow"
         )

@@ -98,5 +98,5 @@ def load_operators() -> None:
     except OSError as error:
         raise RunError(
             f"the compiled operators cannot be loaded: {first_line(error)}; build them anew for this torch "
-            "with `pip install --no-build-isolation .` or `make env` in the source folder"
+            "with `make env` or `pip install --no-build-isolation -e .` in the source folder"
         ) from error

@@ -136,6 +136,7 @@ _FOLDER = "it is read from the base model's folder; remove this key"
 _HUB = "write the adapter with `mlora export`, then upload its folder with `hf upload`"
 _PACKED = "samples are always packed, without padding; remove this key"
 _RESUME = "remove this key, and continue the run with `mlora resume RUN_DIR`"
+_SEVERAL_DEVICES = "remove this key; `mlora train --stages N` cuts the model over N devices"
 _TOKENISED = "large data is tokenised once and kept in data_cache; remove this key"
 _TOKENS = (
     "save the tokenizer with them in the base model's folder; an adapter trains their rows "
@@ -165,6 +166,7 @@ HINTS = {
     **dict.fromkeys(("do_eval", "do_predict", "do_train"), _COMMAND),
     **dict.fromkeys(("completion_only_loss", "train_on_inputs", "train_on_prompt"), _COMPLETIONS),
     **dict.fromkeys(("auto_resume_from_checkpoints", "resume_from_checkpoint"), _RESUME),
+    **dict.fromkeys(("deepspeed", "fsdp"), _SEVERAL_DEVICES),
     **dict.fromkeys(("dtype", "torch_dtype"), _DTYPE),
     **dict.fromkeys(("excess_length_strategy", "truncation_mode"), _CUT),
     **dict.fromkeys(("hub_model_id", "push_to_hub"), _HUB),
@@ -211,9 +213,9 @@ UNSUPPORTED = {
         "dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers",
         "dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend",
         "ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout",
-        "debug deepspeed disable_tqdm enable_jit_checkpoint",
+        "debug disable_tqdm enable_jit_checkpoint",
         "eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start eval_use_gather_object",
-        "fp16_full_eval fsdp fsdp_config full_determinism gradient_checkpointing_kwargs hub_always_push",
+        "fp16_full_eval fsdp_config full_determinism gradient_checkpointing_kwargs hub_always_push",
         "hub_private_repo hub_revision hub_strategy hub_token ignore_data_skip",
         "include_for_metrics include_num_input_tokens_seen label_smoothing_factor",
         "length_column_name liger_kernel_config local_rank log_level log_level_replica log_on_each_node",

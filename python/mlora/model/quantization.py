@@ -51,11 +51,8 @@ def quantizer_of(
     for package in needs:
         if find_spec(package) is None:
             what = "base_model: its weights need" if said is not None else "quantization: its method needs"
-            names = _GPTQMODEL if package == "gptqmodel" else package
-            raise RunError(
-                f"{what} the package {package}, which is not installed: pip install --no-deps {names} "
-                "(torch is there already)"
-            )
+            names = f"--no-deps {_GPTQMODEL}" if package == "gptqmodel" else package
+            raise RunError(f"{what} the package {package}, which is not installed: pip install {names}")
     from transformers.quantizers.auto import AutoHfQuantizer
 
     try:

@@ -274,6 +274,12 @@ def test_initialisations_are_known_in_any_case(tmp_path: Path, value: str) -> No
         ("defaults.train_on_inputs", "or use format text"),
         ("adapter", "unknown key; list adapters under adapters, each with its lora"),
         ("attn_implementation", "unknown key; the run has its own attention over packed rows; remove"),
+        ("lora_target_linear", "unknown key; write target_modules: all-linear in the adapter's lora"),
+        ("deepspeed", "unknown key; remove this key; `mlora train --stages N` cuts the model"),
+        (
+            "resume_from_checkpoint",
+            "unknown key; remove this key, and continue the run with `mlora resume RUN_DIR`",
+        ),
         ("trust_remote_code", "unknown key; it is not supported; base models are Transformers' own"),
         ("chat_template", "unknown key here; it belongs under datasets"),
         ("dtype", "write `bf16: true` or `fp16: true` at the top level of the config"),
@@ -381,7 +387,7 @@ def test_a_key_in_the_wrong_place_of_a_search_is_named_once(faults: Faults) -> N
 
 @pytest.mark.parametrize("where", ["", "defaults.", "adapters.a."])
 def test_what_has_no_counterpart_here_is_said_to_have_none(faults: Faults, where: str) -> None:
-    for key in ("deepspeed", "eval_accumulation_steps", "eval_delay", "eval_on_start", "data_seed"):
+    for key in ("fsdp_config", "eval_accumulation_steps", "eval_delay", "eval_on_start", "data_seed"):
         (line,) = faults(RUN, f"{where}{key}=1")
         assert line.endswith(f": unknown key; {key} of Transformers' TrainingArguments is not supported")
 
