@@ -6,25 +6,17 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from mlora.cli.adapter_source import by_answer, chosen_of, find_adapters, of_checkpoints, served, template_of
+from mlora.cli.answers import answers_of, check_prompts, load, tokens_of
 from mlora.cli.common import begin, command, quantized_files
-from mlora.errors import RunError, first_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from mlora.engine.engine import Engine
-    from mlora.model.base_info import BaseInfo
-
-
-ROWS = 64  # prompts that a classifier reads at once
-CLASSES = {"TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering"}
+from mlora.errors import RunError
 
 
 def generate(
@@ -77,145 +69,40 @@ def generate(
     with command():
         if chat_template is not None and not chat:
             raise RunError("--chat-template is for --chat; add that, or remove it")
-        texts = read_prompts(prompt or [], prompts)
+        texts = _read_prompts(prompt or [], prompts)
         named, folders, quantization = find_adapters(source)
         begin(quantized=quantization is not None or quantized_files(base_model or named))
         stack = context.with_resource(ExitStack())
-        folders |= _of_checkpoints(source, adapter or [], stack)
+        folders |= of_checkpoints(source, adapter or [], stack)
         import torch
 
         from mlora.model.base_info import BaseInfo
         from mlora.model.generation import sampling
 
         draw = sampling(temperature, top_p, top_k)
-        chosen = _chosen(source, list(folders), adapter or [])
+        chosen = chosen_of(source, list(folders), adapter or [])
         if not (base_model or named):
             raise RunError(f"{source}: names no base model; give it with --base-model")
         base = BaseInfo(base_model or named)
-        template = _template(source, chosen, chat_template) if chat else None
-        tokens = _tokens(base.tokenizer(), texts, chat, template)
+        template = template_of(source, chosen, chat_template) if chat else None
+        tokens = tokens_of(base.tokenizer(), texts, chat, template)
         wanted = {name: folders[name] for name in chosen if name != "__base__"}
-        classifiers, unserved = _by_answer(wanted)
-        chosen = _served(chosen, unserved, wanted, asked=adapter or [])
+        classifiers, unserved = by_answer(wanted)
+        chosen = served(chosen, unserved, wanted, asked=adapter or [])
         wanted = {name: folder for name, folder in wanted.items() if name in chosen}
-        _check_prompts(tokens, base.max_positions, completed=any(name not in classifiers for name in chosen))
+        check_prompts(tokens, base.max_positions, completed=any(name not in classifiers for name in chosen))
         if base_model and (base.quantization or os.path.isfile(source / "config.yaml")):
             quantization = None
         elif quantization and not os.path.isfile(source / "config.yaml"):
             how = f"{quantization['method']}, as {source} was trained"
             print(f"base model: {base.name}, quantized with {how}", file=sys.stderr)
         with _enough_memory(f"loading {base.name}", "--bf16 takes half the memory"):
-            engine = _load(base, wanted, bf16, device, quantization)
+            engine = load(base, wanted, bf16, device, quantization)
         torch.manual_seed(seed)
         with _enough_memory("completing prompts", "give fewer prompts, or lower --max-new-tokens"):
-            answers = _answers(engine, base, chosen, classifiers, tokens, max_new_tokens, draw)
+            answers = answers_of(engine, base, chosen, classifiers, tokens, max_new_tokens, draw)
         for (name, index), (kind, answer) in answers.items():
             print(_line(name, texts[index], kind, answer, json_lines=json_lines, chat=chat))
-
-
-def _of_checkpoints(source: Path, asked: Sequence[str], stack: ExitStack) -> dict[str, Path]:
-    """Returns folders with the newest weights of a run's adapters that have not ended, and says which.
-
-    `asked` are the adapters to answer with (empty = all). RunError if one of these has no weights yet.
-    `stack` removes the folders.
-    """
-    if not os.path.isfile(source / "config.yaml"):
-        return {}
-    from mlora.files.run_folder import RunFolder
-    from mlora.run.handoff.adapters import find_weights, open_run
-    from mlora.run.handoff.peft_folders import peft_folder_of
-
-    summary = RunFolder(source.resolve()).read_summary()
-    states = {name: entry["state"] for name, entry in summary["adapters"].items()} if summary else {}
-    left = [name for name, state in states.items() if state in ("running", "paused")]
-    left = [name for name in left if not asked or name in asked]
-    if not left:
-        return {}
-    folder, config, adapters = open_run(source)
-    found: dict[str, Path] = {}
-    for name in left:
-        try:
-            weights = find_weights(folder, name)
-            found[name] = stack.enter_context(peft_folder_of(config, adapters[name], weights))
-        except RunError as error:
-            if asked:
-                raise
-            print(f"warning: left out: {error}", file=sys.stderr)
-            continue
-        print(f"{name}: weights of {weights.told}", file=sys.stderr)
-    return found
-
-
-def _chosen(source: Path, found: Sequence[str], asked: Sequence[str]) -> list[str]:
-    """Returns the names of the adapters to answer with: those asked for, else all of `source`."""
-    for name in asked:
-        if name not in found and name != "__base__":
-            raise RunError(f"{source}: has no trained adapter {name!r}; it has {', '.join(found) or 'none'}")
-    if not asked and not found:
-        raise RunError(f"{source}: has no trained adapter yet; `mlora status {source}` shows its progress")
-    return list(asked or found)
-
-
-def _served(
-    chosen: Sequence[str],
-    unserved: Mapping[str, tuple[str, str]],
-    folders: Mapping[str, Path],
-    *,
-    asked: Sequence[str],
-) -> list[str]:
-    """Returns the chosen adapters without those that are not served, and says which these are.
-
-    RunError if one of these was asked for by its name, or if none is left.
-    """
-    left = [name for name in chosen if name not in unserved]
-    for name, (what, of_task) in unserved.items():
-        if name in asked or not left:
-            others = "" if not asked and not left else "name other adapters with --adapter, and "
-            raise RunError(
-                f"{name}: {what}; {others}load {folders[name]} with PEFT over AutoModelFor{of_task}"
-            )
-    for reason in dict.fromkeys(unserved.values()):
-        names = ", ".join(name for name, one in unserved.items() if one == reason)
-        what, of_task = reason
-        print(f"warning: {names}: left out: {what}; use PEFT over AutoModelFor{of_task}", file=sys.stderr)
-    return left
-
-
-def _answers(
-    engine: Engine,
-    base: BaseInfo,
-    chosen: Sequence[str],
-    classifiers: Mapping[str, Sequence[str] | None],
-    prompts: Sequence[tuple[int, ...]],
-    max_new_tokens: int,
-    draw: dict[str, Any],
-) -> dict[tuple[str, int], tuple[str, Any]]:
-    """Returns what each adapter answers to each prompt, by its name and the prompt's index.
-
-    An answer is its kind, `completion` or `label`, and what it says. Prompts come in their order, the
-    adapters of each as they were chosen.
-    """
-    from mlora.model.generation import GenerationRequest, complete, end_token, text_of
-
-    pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
-    completed = [pair for pair in pairs if pair[0] not in classifiers]
-    requests = [
-        GenerationRequest(name, prompts[index], _budget(prompts[index], max_new_tokens, base.max_positions))
-        for name, index in completed
-    ]
-    tokenizer, outputs = base.tokenizer(), list[tuple[int, ...]]()
-    try:
-        if requests:
-            outputs = complete(engine.model, requests, end_token=end_token(tokenizer), draw=draw)
-        labels = _labels(engine, classifiers, prompts)
-    except ValueError as error:
-        raise RunError(str(error)) from error
-    found: dict[tuple[str, int], tuple[str, Any]] = {
-        pair: ("completion", text_of(tokenizer, output))
-        for pair, output in zip(completed, outputs, strict=True)
-    }
-    found |= {pair: ("label", label) for pair, label in labels.items()}
-    return {pair: found[pair] for pair in pairs}
 
 
 def _line(name: str, prompt: str, kind: str, answer: Any, *, json_lines: bool, chat: bool) -> str:
@@ -228,7 +115,7 @@ def _line(name: str, prompt: str, kind: str, answer: Any, *, json_lines: bool, c
     return f"[{name}] {prompt}{' | ' if chat else ''}{answer}"
 
 
-def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
+def _read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     """Returns prompts given one by one, then those of a file: jsonl with ``prompt``, or one a line."""
     from mlora.data.dataset import read_prompt_lines
 
@@ -243,43 +130,6 @@ def read_prompts(texts: Sequence[str], file: Path | None) -> list[str]:
     return prompts
 
 
-def find_adapters(source: Path) -> tuple[str, dict[str, Path], Mapping[str, Any] | None]:
-    """Returns a run's base model, its adapter folders by name, and how it quantises the base.
-
-    A PEFT folder is one adapter, and its `quantization.json` says the last; None: the base stays as it is.
-    """
-    from mlora.config.yaml_file import read_yaml
-
-    if os.path.isfile(source / "config.yaml"):
-        folders = sorted(path for path in (source / "adapters").glob("*/adapter_config.json"))
-        found = {path.parent.name: path.parent for path in folders if not path.parent.name.startswith(".")}
-        config = read_yaml(source / "config.yaml")
-        return str(config.get("base_model", "")), found, config.get("quantization")
-    if os.path.isfile(source / "adapter_config.json"):
-        try:
-            saved = json.loads((source / "adapter_config.json").read_text(encoding="utf-8"))
-            if not isinstance(saved, dict):
-                raise ValueError("is not a JSON object")
-        except (OSError, ValueError) as error:
-            raise RunError(
-                f"{source / 'adapter_config.json'}: cannot be read: {first_line(error)}"
-            ) from error
-        from mlora.model.stored_quantization import read_quantization
-
-        try:
-            quantization = read_quantization(source)
-        except ValueError as error:
-            raise RunError(first_line(error)) from error
-        named = str(saved.get("base_model_name_or_path") or "")
-        return named, {_plain_name(source): source}, quantization
-    raise RunError(f"{source}: is neither a run's output_dir nor a PEFT adapter folder")
-
-
-def _plain_name(folder: Path) -> str:
-    """Returns the folder's name without dots, which separate modules in a state dict's keys."""
-    return re.sub(r"[^A-Za-z0-9_+-]", "-", folder.resolve().name) or "adapter"
-
-
 @contextmanager
 def _enough_memory(action: str, advice: str) -> Iterator[None]:
     """Turns running out of memory into a RunError."""
@@ -291,130 +141,3 @@ def _enough_memory(action: str, advice: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise RunError(f"out of memory while {action}; {advice}") from error
-
-
-def _template(source: Path, chosen: Sequence[str], given: Path | None) -> str | None:
-    """Returns the file of the chat template for some adapters; None: the base model's own."""
-    if given is not None:
-        return str(given)
-    if not os.path.isfile(source / "config.yaml"):
-        beside = source / "chat_template.jinja"  # as `mlora export` writes it
-        return str(beside) if beside.is_file() else None
-    from mlora.run.handoff.adapters import open_run
-
-    _, config, adapters = open_run(source)
-    found = {adapters[name].chat_template(config) for name in chosen if name in adapters}
-    if len(found) > 1:
-        raise RunError(
-            "--chat: these adapters were trained with different chat templates; name those of one template "
-            "with --adapter, or give --chat-template"
-        )
-    return next(iter(found), None)
-
-
-def _tokens(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bool, template_file: str | None
-) -> list[tuple[int, ...]]:
-    if not chat:
-        return [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    from mlora.data.chat import ChatTemplate, with_template
-    from mlora.data.record import FormatError
-
-    try:
-        own = with_template(tokenizer, template_file, assistant_only_loss=False)
-        template = ChatTemplate(own)
-        return [template.question(prompt) for prompt in prompts]
-    except FormatError as error:
-        raise RunError(f"--chat: {error}") from None
-
-
-def _by_answer(
-    folders: Mapping[str, Path],
-) -> tuple[dict[str, list[str] | None], dict[str, tuple[str, str]]]:
-    """Returns the adapters that predict one label, and those that predict neither one label nor text.
-
-    The former with the labels' names, if they have any; the latter with why not, and the end of the name of
-    the class `AutoModelFor...` that serves them.
-    """
-    from mlora.model.labels import label_objective
-    from mlora_ext.adapters.trained_parts import labels_of, task_of
-    from mlora_ext.nn.interop.read_folder import read_config
-
-    classifiers: dict[str, list[str] | None] = {}
-    unserved: dict[str, tuple[str, str]] = {}
-    for name, folder in folders.items():
-        try:
-            config = read_config(folder)
-        except ValueError as error:
-            raise RunError(first_line(error)) from error
-        objective = label_objective(config)
-        if objective is None:
-            continue
-        task, problem = task_of(config), objective["name"]
-        if task != "SEQ_CLS":
-            unserved[name] = f"task_type {task} predicts no text", CLASSES[task]
-        elif problem in ("regression", "multi_label_classification"):
-            unserved[name] = f"problem_type {problem} predicts no single label", "SequenceClassification"
-        else:
-            classifiers[name] = labels_of(config).get("label_names")
-    return classifiers, unserved
-
-
-def _labels(
-    engine: Engine, classifiers: Mapping[str, Sequence[str] | None], prompts: Sequence[Sequence[int]]
-) -> dict[tuple[str, int], int | str]:
-    """Returns the label that each classifier predicts for each prompt, by its name and the prompt's index."""
-    found: dict[tuple[str, int], int | str] = {}
-    for start in range(0, len(prompts), ROWS) if classifiers else ():
-        part = prompts[start : start + ROWS]
-        for name, labels in engine.next_tokens(dict.fromkeys(classifiers, part)).items():
-            called = classifiers[name]
-            for place, label in enumerate(labels):
-                found[name, start + place] = label if called is None else called[label]
-    return found
-
-
-def _check_prompts(prompts: Sequence[Sequence[int]], positions: int | None, *, completed: bool) -> None:
-    """Raises RunError for prompts that are empty, or too long for the base model.
-
-    `completed`: an adapter continues them; else all adapters only read them.
-    """
-    answer = " with the answer" if completed else ""
-    for prompt in prompts:
-        if not prompt:
-            raise RunError("a prompt has no tokens; give at least one")
-        if positions is not None and len(prompt) + completed > positions:
-            raise RunError(
-                f"a prompt has {len(prompt)} tokens, but the base model takes at most {positions}{answer}"
-            )
-
-
-def _budget(prompt: Sequence[int], wanted: int, positions: int | None) -> int:
-    return wanted if positions is None else min(wanted, positions - len(prompt))
-
-
-def _load(
-    base: BaseInfo,
-    folders: dict[str, Path],
-    bf16: bool,
-    device: str | None,
-    quantization: Mapping[str, Any] | None,
-) -> Engine:
-    import torch
-    from safetensors import SafetensorError
-
-    from mlora.cluster.device import choose_device
-    from mlora.config.quantization_config import QuantizationConfig
-    from mlora.engine.engine import Engine
-    from mlora.optim.optim_config import OptimConfig
-
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    where = choose_device(device, dtype)
-    try:
-        how = None if quantization is None else QuantizationConfig.model_validate(quantization)
-        engine = Engine(base.name, device=where, dtype=dtype, quantization=how)
-        for name, folder in folders.items():
-            engine.load(name, folder, OptimConfig(lr_scheduler_type="constant"))
-    except (ValueError, OSError, SafetensorError) as error:
-        raise RunError(first_line(error)) from error
-    return engine

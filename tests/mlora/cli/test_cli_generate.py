@@ -240,7 +240,7 @@ def test_generate_where_there_is_no_such_device(run: Run, trained: Path) -> None
 @pytest.mark.parametrize(
     ("function", "action"),
     [
-        ("cli.generate._load", "loading "),
+        ("cli.generate.load", "loading "),
         ("model.generation.complete", "completing prompts; give fewer prompts"),
     ],
 )
