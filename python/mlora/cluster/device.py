@@ -43,7 +43,7 @@ def choose_device(device: str | None, dtype: torch.dtype) -> str:
 
 
 def existing_device(device: str | torch.device) -> torch.device:
-    """Returns a device by its name. Raises RunError if the name is none, or the machine has no such device."""
+    """Returns a device by its name. Raises RunError if that is none, or if the machine lacks the device."""
     try:
         place = torch.device(device)
     except RuntimeError as error:
