@@ -24,15 +24,7 @@ def choose_device(device: str | None, dtype: torch.dtype) -> str:
             do not support the device or the dtype.
     """
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(chosen)
-    except RuntimeError as error:
-        raise RunError(f"device: must be cpu, cuda or cuda:<index>, got {chosen!r}") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise RunError(f"device: {chosen} is not there; this torch sees no CUDA device")
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise RunError(f"device: {chosen} is not there; this machine has {count} CUDA devices")
+    place = existing_device(chosen)
     load_operators()
     from mlora_ext.backends.selection import backend_for
     from mlora_ext.library import check_library
@@ -48,6 +40,20 @@ def choose_device(device: str | None, dtype: torch.dtype) -> str:
     except RuntimeError as error:
         raise RunError(first_line(error)) from error
     return chosen
+
+
+def existing_device(device: str | torch.device) -> torch.device:
+    """Returns a device by its name. Raises RunError if that is none, or if the machine lacks the device."""
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise RunError(f"device: must be cpu, cuda or cuda:<index>, got {device!r}") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise RunError(f"device: {device} is not there; this torch sees no CUDA device")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise RunError(f"device: {device} is not there; this machine has {count} CUDA devices")
+    return place
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.cluster.device import set_allocators
+from mlora.cluster.device import existing_device, set_allocators
 from mlora.config.quantization_config import QuantizationConfig, checked_quantization
 from mlora.config.sections import parse_size
 from mlora.engine.adapter_memory import AdapterMemory
@@ -148,10 +148,11 @@ class Engine(Batcher):
             raise ValueError(f"fp16: expected dtype torch.float16 beside it, got {dtype}")
         if micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
+        place = existing_device(device)
         self.dtype, self.seed = dtype, seed
         self._quantization = checked_quantization(quantization)
         options = StageOptions(
-            torch.device(device),
+            place,
             dtype,
             gradient_checkpointing,
             frozen_weight,
@@ -163,7 +164,7 @@ class Engine(Batcher):
         self._held = partial(held_at_once, schedule, in_flight=in_flight)
         more: dict[str, Any] = {"in_flight": in_flight, "trace": trace}
         group = stage_group or stage_group_of_threads(base_model, stages, options, schedule, **more)
-        super().__init__(group, torch.device(device), micro_batches)
+        super().__init__(group, place, micro_batches)
         self._part, self._spread, self.blocks = group.first, group.spread, list(group.blocks)
         self._last = group.last
         self._base = self._part.base

@@ -14,6 +14,7 @@ from torch import nn
 import mlora_ext
 from mlora.model.labels import add_labels, check_labels
 from mlora.model.task_heads import check_heads, prepare_head
+from mlora_ext.adapters.registry import kind_for
 from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of
 from mlora_ext.nn.add_remove import put_on
 from mlora_ext.nn.interop.read_folder import load_into, read_config
@@ -76,6 +77,8 @@ def labelled(
     name: str, lora: LoraConfig | None, init_from: str | os.PathLike[str] | None, given: Mapping[str, Any]
 ) -> LoraConfig | None:
     """Returns an adapter's config and labels; None: that of `init_from`. ValueError if they do not fit."""
+    if lora is not None:
+        kind_for(name, lora)
     stored = None if init_from is None else read_config(Path(os.fspath(init_from)))
     if lora is None and any(value is not None for value in given.values()):
         lora = stored

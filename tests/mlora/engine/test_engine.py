@@ -264,6 +264,7 @@ def test_refusals(tmp_path: Path) -> None:
     engine.create_adapter("a", lora(), OPTIM)
     for call, message in [
         (lambda: engine.create_adapter("a", lora(), OPTIM), "'a': the engine has an adapter"),
+        (lambda: engine.create_adapter("b", {"r": 8}, OPTIM), "'b': expected a peft.LoraConfig, got dict"),
         (lambda: engine.create_adapter("b", None, OPTIM), "'b': expected lora or init_from"),
         (lambda: engine.create_adapter("b", lora(), OPTIM, init_from=tmp_path), "adapter_config.json"),
         (lambda: engine.create_adapter("b", lora(target_modules=["nothing"]), OPTIM), "nothing"),
@@ -277,6 +278,8 @@ def test_refusals(tmp_path: Path) -> None:
             "'a': .* takes Sample samples, got tuple",
         ),
         (lambda: Engine(make("llama"), dtype="bf17"), "dtype: expected a torch.dtype .*, got 'bf17'"),
+        (lambda: Engine(make("llama"), device="gpu"), "device: must be cpu, cuda or cuda:<index>, got 'gpu'"),
+        (lambda: Engine(make("llama"), device="cuda:99"), "device: cuda:99 is not there"),
         (lambda: Engine(make("llama"), quantization="bnb-nf4"), "quantization: expected keys .* 'bnb-nf4'$"),
         (
             lambda: Engine(make("llama"), quantization={"method": "nf4"}),
