@@ -59,8 +59,8 @@ encoder-decoders and models of images or audio were not tried: train them in you
 LOOP = """## In your own loop
 
 `convert_model` puts adapters on a model of your own, and a batch may mix them. {classes} classes were
-compared with PEFT ([how](#how-it-was-checked)), with transformers {transformers}, peft {peft} and
-torch {torch}:
+compared with PEFT ([how](#how-it-was-checked)), with transformers {transformers}, peft {peft} and torch
+{torch}:
 
 {counts}
 
