@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,13 +18,14 @@ import pyarrow as pa
 
 from mlora.data.source import Source, fingerprint
 from mlora.data.token_table import Samples, write_table
-from mlora.errors import RunError
+from mlora.errors import RunError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _VERSION = 2  # of tables and of how samples are made; another one is another key
 _SMALL = 4 << 20  # bytes of a file that is read each time
+_DAY = 86400.0  # seconds
 
 
 class TokenCache:
@@ -66,17 +68,29 @@ class TokenCache:
         part = path.with_name(f"{path.name}.{uuid4().hex}.part")  # machines may share the folder
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._tidy()
             if not write_table(batches, str(part)):
                 return Samples()
             os.replace(part, path)
             part.write_text(json.dumps(counts))
             os.replace(part, noted)
         except OSError as error:
-            raise RunError(f"{self._folder}: cannot keep tokenised data: {error.strerror}") from error
+            reason = error.strerror or first_line(error)
+            raise RunError(
+                f"{self._folder}: cannot keep tokenised data: {reason}; data_cache may name another folder"
+            ) from error
         finally:
             with suppress(OSError):
                 part.unlink()
         return Samples.of_file(path)
+
+    def _tidy(self) -> None:
+        """Removes what killed processes have left: parts to which nobody has written for a day."""
+        before = time.time() - _DAY
+        for part in self._folder.glob("*.part"):
+            with suppress(OSError):
+                if part.stat().st_mtime < before:
+                    part.unlink()
 
 
 def table_key(tokenizer: PreTrainedTokenizerBase | None, *facts: object) -> str:

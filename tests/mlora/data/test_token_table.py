@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,8 +175,21 @@ def test_what_fails_leaves_nothing_behind(lines: Path, tmp_path: Path) -> None:
         load(lines, TokenCache(tmp_path / "cache"))
     assert list((tmp_path / "cache").iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"file: cannot keep tokenised data: (File exists|Not a directory)"):
+    reason = r"(File exists|Not a directory); data_cache may name another folder$"
+    with pytest.raises(RunError, match=f"file: cannot keep tokenised data: {reason}"):
         load(write_jsonl(tmp_path / "e.jsonl", [{"input_ids": [1, 2]}]), TokenCache(tmp_path / "file"))
+
+
+@pytest.mark.usefixtures("small")
+def test_what_killed_processes_have_left_is_removed(lines: Path, tmp_path: Path) -> None:
+    """But not what another process may be writing."""
+    (tmp_path / "cache").mkdir()
+    for name, age in (("old", 100_000), ("new", 1000)):
+        part = tmp_path / "cache" / f"{name}.arrow.1.part"
+        part.touch()
+        os.utime(part, (time.time() - age,) * 2)
+    load(lines, TokenCache(tmp_path / "cache"))
+    assert [path.name for path in (tmp_path / "cache").glob("*.part")] == ["new.arrow.1.part"]
 
 
 def _load(path: Path, folder: Path, start: Any) -> None:
