@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import mlora_ext
@@ -131,7 +132,7 @@ class DryStage:
         every block. `shapes` has each micro-batch's sequence lengths by adapter name.
 
         Raises ValueError on a GPU, whose kernels take no fake tensors, and where PyTorch cannot fake an
-        operation of the model, such as the product with a mixture's experts in fp32.
+        operation of the model, such as one that depends on numbers.
         """
         if self._options.device.type != "cpu":
             raise ValueError(f"device: dry runs serve the CPU, got {self._options.device}; measure instead")
@@ -225,7 +226,7 @@ class DryStage:
         found = []
         mode = FakeTensorMode()
         base = self._fill(model, self._cut(model, counts[0]), mode)
-        with mode:
+        with mode, _GroupedProducts():
             part = StageWorker(base, self._options.device)
             for name in loras:
                 part.own(name, _OPTIM)
@@ -321,6 +322,18 @@ class DryStage:
         if self._span is not None and not self._span.is_first:
             return Message(MessageType.FORWARD, {**content, "activations": hidden})
         return Message(MessageType.FORWARD, {**content, "inputs": inputs})
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Gives products with a mixture's frozen experts, of which PyTorch fakes those in bf16 only."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._grouped_mm.default and args[1].dim() == 3:
+            rows, weights = args[:2]
+            return rows.new_empty(len(rows), weights.shape[2])
+        return func(*args, **(kwargs or {}))
 
 
 def _without_weights(

@@ -111,7 +111,7 @@ class RunFolder:
         if not overwrite:
             raise RunError(
                 f"output_dir: {self.path} is not empty; continue it with `mlora resume {self.path}`, "
-                "replace it with --overwrite, or choose another folder"
+                "replace it with --overwrite (in Python: overwrite=True), or choose another folder"
             )
         if not self.config.is_file():
             raise RunError(
