@@ -318,6 +318,14 @@ What you can rely on from Python. Other modules may move. On the documentation's
 PACKAGES = {
     "mlora_ext": ("Adapters in a model of your own ([drop-in.md](../drop-in.md)).", "*"),
     "mlora": ("Runs and the engine ([training.md](../training.md), [engine.md](../engine.md)).", "*"),
+    "mlora.run.run": (
+        "A run goes on, with callbacks from Python ([tracking.md](../tracking.md#resumes)).",
+        "resume",
+    ),
+    "mlora.offload": (
+        "Models that do not fit in memory ([offload.md](../offload.md#from-python)).",
+        "OffloadOptions offloaded",
+    ),
     "mlora.pipeline": (
         "Your own modules as a pipeline ([pipeline.md](../pipeline.md#with-your-own-modules)).",
         "Pipeline StageProcess connect_neighbours PipelineError",
@@ -331,6 +339,11 @@ PACKAGES = {
         "([preferences.md](../preferences.md#your-own-loss)).",
         "LogProbs Objective",
     ),
+    "mlora.objectives.custom": (
+        "A loss of your own in Python ([preferences.md](../preferences.md#in-python)).",
+        "CustomLoss",
+    ),
+    "mlora.data.preference": ("Its samples.", "Pair Judged"),
     "mlora.objectives.registry": ("", "register_objective"),
     "mlora.optim.optimizer": (
         "What a new optimizer subclasses ([extending.md](../extending.md)).",

@@ -12,6 +12,8 @@ FILE = re.compile(
     r"^(?:python )?((?:[\w.*-]+/)*[\w.*-]+\.(?:py|cpp|cuh|cu|h|sh|md|json|yaml|png|toml))\b(?:::([\w*]+))?"
 )
 FOLDERS = ("mlora_ext/", "python/", "csrc/", "tests/", "bench/", "docs/", "examples/", ".ci/")
+NAME_IN_FILE = re.compile(r"`(?:\w+\.)*([A-Za-z_]\w*)(?:\(\))?` (?:\(|in )`([\w/]+\.(?:py|cpp|h|cuh|cu))`")
+BASES = ("", "python/mlora", "mlora_ext")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -46,6 +48,16 @@ def test_files_that_are_named_exist(page: Path) -> None:
         ):
             missing.append(code)
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_are_in_the_files_that_they_are_said_to_be_in(page: Path) -> None:
+    wrong = []
+    for name, path in NAME_IN_FILE.findall(page.read_text(encoding="utf-8")):
+        file = next((ROOT / base / path for base in BASES if (ROOT / base / path).is_file()), None)
+        if file is None or not re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")):
+            wrong.append((name, path))
+    assert wrong == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,6 +1,7 @@
 """The reference pages are what the code says, and every key of a run's YAML says what it means."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -40,6 +41,17 @@ def page(name: str) -> str:
 @pytest.mark.parametrize("name", ["command-line.md", "python.md"])
 def test_pages_are_up_to_date(make_reference: ModuleType, name: str) -> None:
     assert page(name) == make_reference.PAGES[name](), "run: python docs/make_reference.py"
+
+
+def test_names_that_the_pages_import_are_public(make_reference: ModuleType) -> None:
+    public = {(package, name) for package, name in make_reference.public_names()}
+    shown = set[tuple[str, str]]()
+    for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        text = file.read_text(encoding="utf-8")
+        for module, names in re.findall(r"^from (mlora[\w.]*) import (.+)$", text, re.MULTILINE):
+            shown |= {(module, name) for name in names.split(", ")}
+    assert ("mlora.offload", "offloaded") in shown
+    assert shown <= public
 
 
 def test_the_page_of_keys_is_up_to_date() -> None:
