@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from mlora.data.format_hint import format_hint
 from mlora.data.formats import Parser, parser_of
 from mlora.data.label_formats import LabelRules
-from mlora.data.readers import Row, read_rows
+from mlora.data.readers import Row, read_rows, suffix_of
 from mlora.data.record import FormatError, NoTokenizerError, Prompt, Record, check_ids, text_of_key
 from mlora.data.record import Sample as Sample  # others import it from here
 from mlora.data.sampler import task_seed
@@ -249,7 +249,7 @@ def read_prompt_lines(path: Path) -> list[str]:
 
     Objects without ``prompt`` may have ``text``, as those of classifiers.
     """
-    if path.suffix not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
+    if suffix_of(path) not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
         try:
             return [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
