@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlora.data.label_formats import LabelRules
-from mlora.data.readers import Row, read_rows
+from mlora.data.readers import Row, read_rows, suffix_of
 from mlora.data.reading import TOTAL, Reading
 from mlora.data.record import FormatError, Prompt, text_of_key
 from mlora.data.record import Sample as Sample  # others import it from here
@@ -194,7 +194,7 @@ def read_prompt_lines(path: Path) -> list[str]:
 
     Objects without ``prompt`` may have ``text``, as those of classifiers.
     """
-    if path.suffix not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
+    if suffix_of(path) not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
         try:
             return [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:

@@ -90,6 +90,12 @@ def named(place: str, fields: dict[str, Any], columns: Columns) -> dict[str, Any
     return rest | {name: fields[column] for name, column in columns}
 
 
+def suffix_of(path: Path) -> str:
+    """Returns the suffix of a file's name in lower case, without that of a packing such as ``.gz``."""
+    name = path.with_suffix("") if path.suffix.lower() in _SUFFIXES else path
+    return name.suffix.lower()
+
+
 def _start(path: Path) -> bytes:
     if not os.path.isfile(path):  # a pipe can be read only once
         return b""
@@ -104,16 +110,16 @@ def _zstd(path: Path) -> IO[bytes]:
 
 
 def _text(path: Path, start: bytes, columns: Columns) -> Iterator[Row]:
-    name = path.with_suffix("") if path.suffix.lower() in _SUFFIXES else path
+    suffix = suffix_of(path)
     opened = next((how for magic, how in _PACKED.items() if start.startswith(magic)), None)
     with opened(path) if opened else open(path, "rb") as file:
         if opened is not None:
             start = file.peek(256)[:256]  # type: ignore[attr-defined]
         begins = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-        if begins == b"[" and name.suffix.lower() not in (".csv", ".tsv"):
+        if begins == b"[" and suffix not in (".csv", ".tsv"):
             rows = _array(path, file)
-        elif begins != b"{" and name.suffix.lower() in (".csv", ".tsv"):
-            yield from _table(path, file, "\t" if name.suffix.lower() == ".tsv" else ",", columns)
+        elif begins != b"{" and suffix in (".csv", ".tsv"):
+            yield from _table(path, file, "\t" if suffix == ".tsv" else ",", columns)
             return
         else:
             rows = _lines(path, file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -74,7 +75,10 @@ class Source:
 
     def _loaded(self) -> Any:
         import datasets
+        from transformers.utils import logging
 
+        if not (logging.is_progress_bar_enabled() or sys.stderr.isatty()):
+            datasets.disable_progress_bars()  # the command line has done so for Transformers
         how = {"split": self.split or "train", "revision": self.revision, "streaming": self.streaming}
         with self._faults():
             if not any(os.path.isfile(os.path.join(self.path, name)) for name in _SAVED):

@@ -183,6 +183,12 @@ def test_prompts_are_rows_or_text(tmp_path: Path) -> None:
         assert read_prompt_lines(tmp_path / name) == [row["prompt"] for row in ROWS]
 
 
+def test_prompts_may_be_packed(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"prompt": "one"}\n'))
+    assert read_prompt_lines(path) == ["one"]
+
+
 def test_prompts_of_text_end_at_newlines_only(tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_bytes("\ufeffone\ftwo\r\nthree\u0085four\u2028five\x1csix\n\n".encode())

@@ -197,6 +197,21 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_cache")
+def test_bars_are_drawn_where_those_of_transformers_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command line draws none into files."""
+    off: list[bool] = []
+    monkeypatch.setattr(datasets, "disable_progress_bars", lambda: off.append(True))
+    (tmp_path / "files").mkdir()
+    write_jsonl(tmp_path / "files" / "train.jsonl", rows(2))
+    for drawn in (True, False):
+        monkeypatch.setattr("transformers.utils.logging.is_progress_bar_enabled", lambda drawn=drawn: drawn)
+        assert first_ids(Source(str(tmp_path / "files"))) == [0, 1]
+        assert off == [True] * (not drawn)
+
+
+@pytest.mark.usefixtures("own_cache")
 def test_a_folder_of_data_files(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     folder.mkdir()

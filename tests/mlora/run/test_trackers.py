@@ -208,3 +208,25 @@ def test_trackio(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for key, points in values.items():
             found = [(row["step"], row[prefixed(key)]) for row in rows if prefixed(key) in row]
             assert sorted(found) == points
+
+
+def test_trackio_goes_on_with_no_other_run_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)  # it reads its folder when it is imported
+    monkeypatch.delitem(sys.modules, "mlora.run.trackers.trackio", raising=False)
+    from mlora.run.trackers.tracker import TrackedGroup
+    from mlora.run.trackers.trackio import TrackioTracker
+    from trackio.sqlite_storage import SQLiteStorage
+
+    ids: list[str] = []
+    for known, step in ((None, 1), (None, 1), (0, 2)):
+        tracker = TrackioTracker(TrackedGroup("ranks", "tiny", tmp_path))
+        ids.append(tracker.begin("a", None if known is None else ids[known], {"name": "a"}))
+        tracker.log("a", {"loss": 1.0}, step)
+        tracker.end("a", "finished")
+        time.sleep(1.1)  # by which Trackio tells which run is the newest
+    rows = [SQLiteStorage.get_logs("tiny", "ranks/a", run_id=one) for one in ids]
+    assert [[row["step"] for row in each] for each in rows] == [[1], [1], [2]]
