@@ -15,7 +15,6 @@ from mlora.data.dataset import Dataset, load_dataset
 from mlora.data.readers import Row
 from mlora.data.reading import Reading
 from mlora.data.token_cache import TokenCache
-from mlora.data.token_table import Samples
 from mlora.errors import RunError
 from tiny_run import save_tokenizer, write_jsonl
 
@@ -78,11 +77,3 @@ def test_a_process_that_is_killed_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(RunError, match=r"d\.jsonl: a process .* lower dataset_num_proc, which is 2"):
         list(how.batches(rows(), Counter(), 2))
-
-
-def test_rows_that_are_not_wanted_end_the_processes(tmp_path: Path) -> None:
-    how = Reading("d", save_tokenizer(tmp_path), "prompt_completion", False, "dpo", None, 12, 300, None)
-    batches = how.batches(((f"d:{n}", ROWS[0]) for n in iter(int, 1)), Counter(), 2)
-    assert len(Samples.of_batches([next(batches)])) == 4
-    batches.close()
-    assert active_children() == []
