@@ -54,8 +54,13 @@ def tokens_of(
     from mlora.data.chat import ChatTemplate, with_template
     from mlora.data.record import FormatError
 
+    own = with_template(tokenizer, template_file, assistant_only_loss=False)
+    if not own.chat_template:
+        raise RunError(
+            "--chat: the base model's tokenizer has no chat template; give one with --chat-template, or leave "
+            "--chat out"
+        )
     try:
-        own = with_template(tokenizer, template_file, assistant_only_loss=False)
         template = ChatTemplate(own)
         return [template.question(prompt) for prompt in prompts]
     except FormatError as error:
