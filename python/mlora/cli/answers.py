@@ -57,8 +57,8 @@ def tokens_of(
     own = with_template(tokenizer, template_file, assistant_only_loss=False)
     if not own.chat_template:
         raise RunError(
-            "--chat: the base model's tokenizer has no chat template; give one with --chat-template, or leave "
-            "--chat out"
+            "--chat: the base model's tokenizer has no chat template; give one with --chat-template, or "
+            "leave --chat out"
         )
     try:
         template = ChatTemplate(own)
