@@ -135,5 +135,6 @@ def _plan(config: RunConfig, prepared: Prepared, before: int, new: int) -> Memor
         return memory_plan(config, prepared.table.tasks, adapters, base)
     except ValueError as error:
         if config.scheduler.memory_limit is None:  # without a limit, a forecast is optional
+            prepared.table.reporter.warn(f"memory cannot be predicted: {first_line(error)}")
             return None
         raise RunError(f"scheduler.memory_limit: {first_line(error)}") from error

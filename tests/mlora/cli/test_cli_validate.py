@@ -122,6 +122,18 @@ def test_more_memory_than_is_free(
     assert re.search(r"the run needs about .* of memory, but .* set scheduler\.memory_limit", result.stderr)
 
 
+def test_memory_that_cannot_be_predicted(
+    run: Run, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_stages(*_: object) -> None:
+        raise ValueError("this model cannot be run dry")
+
+    monkeypatch.setattr("mlora.run.validation.dry_stages", no_stages)
+    result = run("validate", write_run(tmp_path, run_data(tiny_base, tmp_path)))
+    assert result.exit_code == 0, result.stderr
+    assert "warning: memory cannot be predicted: this model cannot be run dry" in result.stderr
+
+
 @pytest.mark.usefixtures("no_cuda_kernels")
 def test_the_default_device_is_never_another_one_silently(
     run: Run, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
