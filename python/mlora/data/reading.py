@@ -76,7 +76,7 @@ class Reading:
         Args:
             rows: of the source.
             counts: counts all samples, and those with a fault by what it is.
-            processes: that share the work; of rows without text, which need no tokenizer, there is one.
+            processes: that share the work. Rows that need no tokenizer are read in this process alone.
 
         Raises:
             RunError: a row is wrong; it names the first such row.
@@ -145,8 +145,9 @@ def _in_processes(
                 yield from next_done()
         except BrokenProcessPool:
             raise RunError(
-                f"{reading.path}: a process that tokenises was ended from outside, perhaps because memory "
-                f"ran out; lower dataset_num_proc, which is {processes}"
+                f"{reading.path}: a process that tokenises has ended. If memory ran out, lower "
+                f"dataset_num_proc, which is {processes}. A script that trains needs `if __name__ == "
+                '"__main__":`'
             ) from None
         finally:
             for each in waiting:
