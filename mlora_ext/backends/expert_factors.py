@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .factors import Factors, GradientShapes
+from .factors import Factors, GradientShapes, refuse_meta
 
 _KEPT = 256
 _ALIGNMENT = 16
@@ -39,6 +39,7 @@ def expert_factors(
         gradients: existing gradients to add to, of the same shapes and dtype. Without them,
             `Factors.new_gradients` makes a buffer; the caller clears it, since kernels add to it.
     """
+    refuse_meta([True, *(not matrix.is_meta for matrix in matrices)])  # x is real
     first, rank_dim = matrices[0], int(transposed)
     size = first.element_size()
     places = _places(matrices, rank_dim, size)

@@ -6,7 +6,7 @@ same tables (csrc/cpu/adapters.h).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
@@ -68,6 +68,15 @@ class Factors:
         return replace(self, into=[buffer]), views
 
 
+def refuse_meta(real: Iterable[bool]) -> None:
+    """Raises ValueError if some operands hold numbers and others, on the meta device, do not."""
+    if len(set(real)) > 1:
+        raise ValueError(
+            "a weight is on the meta device, beside operands that are not: it holds no numbers, as after "
+            "accelerate's offloading; load the whole model to one device"
+        )
+
+
 def own_gradients(matrices: Sequence[Tensor], views: Sequence[Tensor]) -> list[Tensor]:
     """Returns copies of gradients in the dtypes of their matrices, each with memory of its own.
 
@@ -119,6 +128,7 @@ def _described(
     addresses: _Addresses, existing: _Addresses | None, transposed: bool, size: int, device: torch.device
 ) -> tuple[Tensor, int, int, bool, int, bool, GradientShapes]:
     """Returns the fields of `Factors` that follow `matrices`."""
+    refuse_meta([True, *map(bool, addresses[0])])  # x is real
     rank_dim = 1 if transposed else 0
     key = _places(addresses, rank_dim, size)
     places = None if existing is None else _places(existing, rank_dim, size)

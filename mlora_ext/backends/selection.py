@@ -61,6 +61,11 @@ def _using(name: Backend) -> Iterator[None]:
         _choice.name = before
 
 
+def chosen_backend() -> Backend | None:
+    """Returns what `use_backend` chose; None outside of it."""
+    return _choice.name
+
+
 def save_dropout_masks(on: bool = True) -> None:
     """Sets whether forward on a GPU stores its dropout masks for backward, which then draws none.
 

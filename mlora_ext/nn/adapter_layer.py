@@ -87,6 +87,16 @@ class AdapterLayer(nn.Module):
         self.held = HeldByNames()
         self.fused_projections: SharedInput | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        hooks = getattr(value, "hooks", [value]) if name == "_hf_hook" else ()
+        if any(getattr(hook, "offload", False) for hook in hooks):
+            raise ValueError(
+                f"layer {self.name}: accelerate's offloading does not serve layers with adapters, which it "
+                "would put on the meta device; load the model again and leave out cpu_offload, "
+                "disk_offload, and 'cpu' and 'disk' in dispatch_model's device_map"
+            )
+        super().__setattr__(name, value)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         self.frozen.moved()

@@ -22,6 +22,21 @@ class _Rows:
     rows: int
 
 
+class ByAdapter(nn.Module):
+    """A module whose children have the names of adapters, which may be those of its attributes: `training`.
+
+    Children go straight into `_modules`, since `add_module` refuses such names.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # `nn.Module` would take the name for a child's
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for methods such as `__deepcopy__`
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
 class AdapterSlot(nn.Module):
     """Holds one adapter's matrix as `weight`, so that its key is PEFT's `<bank>.<name>.weight`."""
 
@@ -35,7 +50,7 @@ class AdapterSlot(nn.Module):
         destination[prefix + "weight"] = self.weight if keep_vars else values
 
 
-class AdapterBank(nn.Module):
+class AdapterBank(ByAdapter):
     """Stores the adapters of one layer as rows of pages `[rows, width]`.
 
     Adding or removing an adapter moves no other adapter. Rows run along d_in for A. For B they run along
@@ -104,7 +119,6 @@ class AdapterBank(nn.Module):
         place = self._find(rank, self.dtype, self.device)
         view = self._view(place)
         view.zero_()
-        # Straight into the dictionary: `add_module` refuses names that are methods, such as "train".
         self._modules[name] = AdapterSlot(nn.Parameter(view.data))
         self._places[name] = place
         self.moves += 1

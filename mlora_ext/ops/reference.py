@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 
+from ..backends.factors import refuse_meta
 from .dropout import dropout_threshold, philox_mask
 
 
@@ -32,6 +33,7 @@ def lora_linear(
 
     Arguments: `mlora_ext::lora_linear` in docs/design.md.
     """
+    refuse_meta(not one.is_meta for one in (x, weight, *lora_a, *lora_b))
     plan = segments, scaling, dropout_p, dropout_rng, layer
     delta, shrunk = low_rank(x, weight.shape[0], lora_a, lora_b, *plan)
     return F.linear(x, weight, bias) + delta, shrunk

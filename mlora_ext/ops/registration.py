@@ -6,18 +6,31 @@ path; eager mode uses `mlora_ext.ops.autograd`, with the same formula.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..backends import one_layer
+from ..backends.factors import refuse_meta
 from ..backends.interface import PLAN, Layer
 from ..backends.selection import Backend, backend_for
 from ..frozen.plain import PlainWeight
 from ..frozen.rows import dense_rows
 from ..library import LOADED
 from . import fake
+
+_FAKE = (
+    "lora_linear",
+    "lora_linear_backward",
+    "lora_add",
+    "lora_add_backward",
+    "base_linear",
+    "base_linear_dx",
+    "dropout_mask",
+)
 
 
 def _cuda_forward(x, weight, bias, lora_a, lora_b, *rest):  # type: ignore[no-untyped-def]
@@ -63,12 +76,22 @@ def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None):  # type: ignore[no
     return (dx if wanted[0] else None, None, None, list(da) or none, list(db) or none, *rest)
 
 
+def _without_real_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a fake kernel that refuses real tensors; one operand on the meta device leads to it."""
+
+    @wraps(kernel)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = [one for arg in (*args, *kwargs.values()) for one in (arg if type(arg) is list else [arg])]
+        refuse_meta(not one.is_meta for one in given if isinstance(one, Tensor))
+        return kernel(*args, **kwargs)
+
+    return checked
+
+
 def register() -> None:
     """Registers everything; called once, when `mlora_ext` is imported."""
-    for name in ("lora_linear", "lora_linear_backward", "lora_add", "lora_add_backward", "base_linear"):
-        torch.library.register_fake(f"mlora_ext::{name}", getattr(fake, name))
-    torch.library.register_fake("mlora_ext::base_linear_dx", fake.base_linear_dx)
-    torch.library.register_fake("mlora_ext::dropout_mask", fake.dropout_mask)
+    for name in _FAKE:
+        torch.library.register_fake(f"mlora_ext::{name}", _without_real_tensors(getattr(fake, name)))
     torch.library.register_kernel("mlora_ext::lora_linear", "cuda", _cuda_forward)
     torch.library.register_kernel("mlora_ext::lora_linear_backward", "cuda", _cuda_backward)
     torch.library.register_autograd("mlora_ext::lora_linear", _backward, setup_context=_setup)

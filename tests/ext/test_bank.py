@@ -5,6 +5,8 @@ import io
 
 import pytest
 import torch
+from models import llama
+from peft import LoraConfig
 from torch import nn
 
 import mlora_ext as mx
@@ -173,3 +175,24 @@ def test_random_joining_and_leaving() -> None:
             made.add(name, int(torch.randint(1, 24, ()))).data.normal_()
             expected[name] = made.parameter_of(name).detach().clone()
     assert_whole(made, expected)
+
+
+def test_adapters_may_have_the_names_of_attributes() -> None:
+    """PEFT takes most of these names, and its keys are `<layer>.lora_A.<name>.weight` for any name."""
+    config = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], modules_to_save=["norm"])
+    layers = mx.convert_model(llama(1), {"a": config}).modules()
+    holders = [module for module in layers if type(module).__module__.startswith("mlora_ext")]
+    names = sorted({name for module in holders for name in (*dir(module), *vars(module), "__deepcopy__")})
+    plain = mx.convert_model(llama(1), dict.fromkeys(names, config))
+    mx.add_adapter(plain, "a1", config)
+    model = copy.deepcopy(plain).half().float().train().eval().to("cpu")
+    keys = {key.replace(".a1.", f".{name}.") for key in mx.adapter_parameters(plain, "a1") for name in names}
+    state = {key: torch.randn_like(value) for key, value in plain.state_dict().items() if key in keys}
+    assert state.keys() == keys
+    assert not model.load_state_dict(state, strict=False).unexpected_keys
+    for key, parameter in model.named_parameters():
+        assert key not in state or torch.equal(parameter, state[key]), key
+    assert mx.merge_and_unload(model, "train") is not model
+    for name in ("moves", "training", "train", "_modules", "__class__"):
+        mx.remove_adapter(model, name)
+        assert not [key for key in model.state_dict() if f".{name}." in key]

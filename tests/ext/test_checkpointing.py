@@ -7,7 +7,7 @@ import torch
 from models import CONFIGS, NAMES, assert_same, converted, gradients, token_ids
 from peft import LoraConfig
 from torch import nn
-from torch.utils.checkpoint import noop_context_fn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 import mlora_ext as mx
 
@@ -153,3 +153,63 @@ def test_checkpointing_after_an_abandoned_forward() -> None:
     del loss
     model(input_ids=ids, adapter_names=NAMES[::-1]).logits.sum().backward()
     assert gradients(model)
+
+
+def replace(model: nn.Module) -> None:
+    mx.remove_adapter(model, "a")
+    mx.add_adapter(model, "a", CONFIGS["a"])
+
+
+CHANGES = {
+    "evaluation": (lambda model: model.eval(), "put into evaluation mode"),
+    "one layer": (lambda model: model.model.layers[0].mlp.up_proj.eval(), "put into evaluation mode"),
+    "removed": (lambda model: mx.remove_adapter(model, "a"), "adapter 'a' has been removed or replaced"),
+    "replaced": (replace, "adapter 'a' has been removed or replaced"),
+    "updated": (lambda model: model.mlora_router.updates.record("a"), "adapter 'a' was changed in place"),
+}
+
+
+@pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {}, {"context_fn": noop_context_fn}], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_recomputation_would_read_otherwise(change: str, kwargs: dict[str, object]) -> None:
+    """PEFT raises, too: the recomputation saves other tensors. Here masks take no part in what is saved."""
+    model, (act, message) = converted().train(), CHANGES[change]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    model.enable_input_require_grads()
+    loss = model(input_ids=token_ids(4, 7), adapter_names=NAMES).logits.square().sum()
+    act(model)
+    with pytest.raises(RuntimeError, match=message):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_may_change_before_a_recomputation(reentrant: bool) -> None:
+    """An evaluation in between, other adapters that come and go, and another default: bit-equal gradients."""
+    model, ids = converted().train(), token_ids(4, 7)
+    layout = mx.SegmentLayout.from_lengths([14, 14])
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    found = []
+    with mx.route(model, layout, ["a", "b"], steps=[1, 1]):
+        for disturbed in (False, True, False):
+            loss = model(input_ids=ids).logits.square().sum()
+            if disturbed:
+                mx.add_adapter(model, "c", CONFIGS["b"])
+                mx.remove_adapter(model, "c")
+                model.set_adapter("b")
+                with torch.no_grad():
+                    model.eval()(input_ids=ids)
+                model.train()
+            loss.backward()
+            found.append(gradients(model))
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+def test_adapters_switched_off_before_a_part_is_recomputed() -> None:
+    model, x = converted(a=LoraConfig(target_modules=["q_proj"])), torch.randn(3, 32, requires_grad=True)
+    layer = model.model.layers[0].self_attn.q_proj
+    for context_fn in (noop_context_fn, mx.nn.checkpoint_contexts(model)):
+        loss = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn).sum()
+        with mx.disable_adapter(model), pytest.raises(RuntimeError, match="other adapters have been set"):
+            loss.backward()

@@ -60,6 +60,18 @@ def test_round_trip_through_peft(name: str, tmp_path: Path) -> None:
     assert isinstance(stored["target_modules"], list)
 
 
+def test_the_umask_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to all threads: setting it for an instant gives other threads' files other modes."""
+    monkeypatch.delattr(os, "umask")
+    model = mx.convert_model(llama(1), {"a": LoraConfig(target_modules=["q_proj"])})
+    mx.save_adapter(model, "a", tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "file").touch()
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+    for file in (tmp_path / "a").iterdir():
+        assert file.stat().st_mode == (tmp_path / "b" / "file").stat().st_mode
+
+
 def test_keys_are_pefts(tmp_path: Path) -> None:
     base = gpt2()
     configs = {"a": LoraConfig(r=3, target_modules=["c_attn", "mlp.c_fc"], fan_in_fan_out=True)}

@@ -1,10 +1,12 @@
 """Models of which some layers are on the meta device, because other processes hold them."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from models import CONFIGS, llama
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
@@ -143,3 +145,49 @@ def test_weights_that_are_here_are_packed() -> None:
     }
     assert packed
     assert all(key.startswith("model.layers.0.") for key in packed)
+
+
+OFFLOADS = {
+    "cpu": lambda model, folder: cpu_offload(model, torch.device("cpu")),
+    "disk": lambda model, folder: disk_offload(model, folder, execution_device=torch.device("cpu")),
+    "dispatch": lambda model, folder: dispatch_model(
+        model, {"model": "disk", "lm_head": "cpu"}, "cpu", offload_dir=folder, force_hooks=True
+    ),
+}
+
+
+@pytest.mark.parametrize("offload", OFFLOADS.values(), ids=OFFLOADS)
+def test_accelerates_offloading_is_refused(offload: Callable[..., object], tmp_path: Path) -> None:
+    """It puts adapters on the meta device, where PyTorch calls the fake kernels."""
+    model = mx.convert_model(llama(), CONFIGS).eval()
+    with pytest.raises(ValueError, match=r"^layer model\.layers\.0\.self_attn\.q_proj: accelerate's offload"):
+        offload(model, tmp_path)
+
+
+def test_accelerates_hooks_that_do_not_offload_change_nothing() -> None:
+    whole = mx.convert_model(llama(), CONFIGS).eval()
+    ids = torch.randint(60, (2, 5))
+    expected = whole(input_ids=ids, adapter_names=["a", "b"]).logits
+    dispatch_model(whole, {"": "cpu"}, main_device="cpu", force_hooks=True)  # its hooks offload nothing
+    assert torch.equal(whole(input_ids=ids, adapter_names=["a", "b"]).logits, expected)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("part", ["weight", "lora_A.a.weight", "lora_B.b.weight"])
+def test_meta_operands_beside_real_ones_are_refused(part: str, held: bool, backend: str) -> None:
+    """The oracle is PyTorch's own rule that operands share a device; it has none for operators of others."""
+    model = mx.convert_model(llama(1), CONFIGS)
+    model.mlora_router.accumulates = held
+    for parameter in mx.adapter_parameters(model, "a").values():
+        parameter.grad = torch.zeros_like(parameter) if held else None
+    layer, _, name = f"model.layers.0.self_attn.q_proj.{part}".rpartition(".")
+    owner = model.get_submodule(layer)
+    owner._parameters[name] = nn.Parameter(owner._parameters[name].detach().to("meta"), requires_grad=False)
+    layout = mx.SegmentLayout.from_lengths([3, 2])
+    with (
+        mx.use_backend(backend),
+        mx.route(model, layout, ["a", "b"]),
+        pytest.raises(ValueError, match="is on the meta device, beside operands that are not"),
+    ):
+        model.model.layers[0].self_attn.q_proj(torch.randn(5, 32))

@@ -64,7 +64,8 @@ def merge_and_unload(
     config.fan_in_fan_out = bool(linear) and all(layer.fan_in_fan_out for layer in linear)
     config.modules_to_save = config.trainable_token_indices = None
     config.ensure_weight_tying = False
-    tuner: Any = LoraModel(_plain_copy(model), config, name, low_cpu_mem_usage=True)
+    there = "default"  # PEFT refuses names such as "train"
+    tuner: Any = LoraModel(_plain_copy(model), config, there, low_cpu_mem_usage=True)
     scalings = one_by_one({key: layer.specs[name] for key, layer in layers.items()})
     for key, layer in layers.items():
         own = {part: parameter.detach().clone() for part, parameter in layer.parameters_of(name).items()}
@@ -74,12 +75,12 @@ def merge_and_unload(
             path, _, bank = f"{key}.{keys[part].removesuffix(f'.{attribute}')}".rpartition(".")
             theirs = tuner.model.get_submodule(path)
             parameter = parameter_of(theirs)
-            theirs.scaling[name] = scalings[key if parameter is None else f"{key}.{parameter}"].scaling
+            theirs.scaling[there] = scalings[key if parameter is None else f"{key}.{parameter}"].scaling
             trained = nn.Parameter(values, requires_grad=False)
             if isinstance(layer, MultiLoRAEmbedding):
-                getattr(theirs, bank)[name] = trained
+                getattr(theirs, bank)[there] = trained
             else:
-                setattr(getattr(theirs, bank)[name], attribute, trained)
+                setattr(getattr(theirs, bank)[there], attribute, trained)
     merged: nn.Module = tuner.merge_and_unload(safe_merge=safe_merge)
     for key, layer in sorted(every.items(), key=lambda item: bool(item[1].specs[name].tied_to)):
         if isinstance(layer, OverModule):  # tied ones last: they share what is merged already

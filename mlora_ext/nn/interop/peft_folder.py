@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,10 +82,10 @@ def write_folder(
     state |= _changed_base(model, name, embeddings)
     state = renamed_keys(state, PREFIX, *body_names(model, adapter_layers(model, name)))
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    scratch = target.parent / f".{target.name}.{secrets.token_hex(8)}"
+    scratch.mkdir()
     try:
         _write(model, name, scratch, state)
-        os.chmod(scratch, 0o777 & ~_umask())
         _move_into(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -241,9 +241,3 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

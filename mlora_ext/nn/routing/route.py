@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor
 from ...ops.dropout import rng_table
 from ...ops.segments import SegmentLayout
 from ...upload import to_device
+from .adapter_info import AdapterInfo
 from .samples import EVERY, Places, SampleDim
 
 BASE = "__base__"
@@ -35,6 +36,16 @@ class Sees(Protocol):
 
     def see(self, layer: str, x: Tensor, y: Tensor) -> Tensor:
         """Sees one call of a layer without adapters, and returns the output to go on with."""
+
+
+class LayerReads(NamedTuple):
+    """What a layer reads beside its route: checkpointing reads it again when it recomputes the layer."""
+
+    names: tuple[str, ...]
+    training: bool
+    group: LayerGroup
+    backend: str | None
+    updates: int
 
 
 class SharedInput(Protocol):
@@ -149,6 +160,13 @@ class LayerGroup:
             )
         return self._constants[names]
 
+    def settings(self, name: str) -> tuple[float, float]:
+        """Returns scaling and dropout of an adapter; zeros if it is not on these layers."""
+        if name not in self.adapters:
+            return 0.0, 0.0
+        index = self.adapters.index(name)
+        return self.scaling[index], self.dropout[index]
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "active": None, "_constants": {}}
 
@@ -174,6 +192,9 @@ class Route:
         copies: adjacent copies of each sample that `generate` makes: beams, or several return sequences.
         places: where these samples lie in the layers' inputs, as far as that had to be found.
         observer: sees what layers without an adapter do; see `observe`.
+        infos: what the model knew of the adapters.
+        read: what each layer has read beside the route, which a recomputation must find again; None: it has
+            been called in several ways.
     """
 
     names: tuple[str, ...]
@@ -192,12 +213,14 @@ class Route:
     copies: int = 1
     places: Places | None = None
     observer: Sees | None = None
+    infos: tuple[AdapterInfo, ...] = ()
+    read: dict[str, LayerReads | None] = field(default_factory=dict)
     _built: dict[Any, Any] = field(default_factory=dict)
 
     def advanced(self, step: int) -> Route:
         """Returns a route with the same rows at the router's next step."""
         steps = (step,) * len(self.names)
-        return replace(self, steps=steps, recorded=True, called=False, trained=False, _built={})
+        return replace(self, steps=steps, recorded=True, called=False, trained=False, read={}, _built={})
 
     def observe(self, observer: Sees) -> None:
         """Lets layers without an adapter on this route show what they do, also when they are recomputed."""

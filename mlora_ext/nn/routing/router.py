@@ -17,13 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...backends.selection import chosen_backend
 from ...frozen.weight import FrozenKind, FrozenWeight
 from ...ops.functional import scaling_dtype
 from ...ops.held import Updates
 from ...ops.segments import SegmentLayout
 from .adapter_info import AdapterInfo
 from .in_flight import ForwardsInFlight, attach_token
-from .route import BASE, LayerGroup, Route, RoutedLayer, RouteTensors, Sees, SharedInput, only_used
+from .route import (
+    BASE,
+    LayerGroup,
+    LayerReads,
+    Route,
+    RoutedLayer,
+    RouteTensors,
+    Sees,
+    SharedInput,
+    only_used,
+)
 from .samples import Places, SampleDim
 from .thread_guard import ThreadGuard, calling_frame, inside_backward, inside_call, is_running
 from .trial_passes import Observer
@@ -31,11 +42,15 @@ from .trial_passes import Observer
 
 @dataclass(eq=False)
 class _Call:
-    """A top-level forward in progress: its thread and frame, and what the router restores after it."""
+    """A top-level forward in progress: its thread and frame, and what the router restores after it.
+
+    `grads`: whether it began with gradients on.
+    """
 
     before: tuple[Route | None, bool]
     thread: int
     frame: FrameType | None
+    grads: bool
 
     def interrupted(self) -> bool:
         return self.thread == threading.get_ident() and self.frame is not None and not is_running(self.frame)
@@ -80,6 +95,7 @@ class Router:
         self.places: dict[Hashable, Places] = {}
         self.selected: dict[str, Callable[[str], Route]] = {}
         self.specials: dict[Hashable, Tensor] = {}
+        self._unrouted_reads: dict[str, LayerReads | None] = {}
         self._entered_in_backward = False
         self._in_flight = ForwardsInFlight()
         self._calls: list[_Call] = []
@@ -91,6 +107,7 @@ class Router:
             "observer": None,
             "selected": {},
             "_entered_in_backward": False,
+            "_unrouted_reads": {},
             "_calls": [],
         }
 
@@ -132,10 +149,11 @@ class Router:
     def _route(self, names: tuple[str, ...], steps: Sequence[int] | None, **rest: Any) -> Route:
         for name in names:
             self.adapters[name].check_started(name)
-        seeds = tuple(self.adapters[name].seed for name in names)
+        infos = tuple(self.adapters[name] for name in names)
+        seeds = tuple(info.seed for info in infos)
         if steps is None:
-            return Route(names, seeds, (self.step,) * len(names), automatic=True, **rest)
-        return Route(names, seeds, tuple(steps), **rest)
+            return Route(names, seeds, (self.step,) * len(names), automatic=True, infos=infos, **rest)
+        return Route(names, seeds, tuple(steps), infos=infos, **rest)
 
     def check_names(self, argument: str, names: Sequence[str]) -> None:
         """Raises ValueError, naming `argument` and the known adapters, for a name that the model lacks."""
@@ -220,7 +238,8 @@ class Router:
         These are the operator's tensors, where samples lie in x (None: rows are in the route's order), and
         the number of samples. Raises ValueError if no route says which adapter the rows belong to, if it
         describes other rows, or if several forward passes are in flight and the recomputed one is unknown.
-        Raises RuntimeError if another thread is inside a route.
+        Raises RuntimeError if another thread is inside a route, or if backward recomputes a layer that would
+        compute otherwise than in its forward pass.
         """
         rows, in_backward = x.numel() // x.shape[-1], inside_backward()
         recomputing = in_backward and not self._entered_in_backward
@@ -231,6 +250,7 @@ class Router:
             route = self._recomputed(layer, x.shape[0] if x.dim() > 2 else 1)
         else:
             route = self.active or self._unrouted(layer, x.shape[0] if x.dim() > 2 else 1)
+        self._compare_reads(layer, route, in_backward)
         if route.samples and not set(route.names) & set(layer.group.adapters):
             return route.tensors(layer.group, rows), None, route.batch
         selected = self._selected_for(layer)
@@ -246,6 +266,42 @@ class Router:
         if active is None or active.rows != rows:
             active = route.tensors(layer.group, rows)
         return active, place, route.batch
+
+    def _compare_reads(self, layer: RoutedLayer, route: Route, in_backward: bool) -> None:
+        """Notes what a layer reads beside the route; when backward recomputes it, compares with the note."""
+        in_graph = torch.is_grad_enabled() or (self._calls and self._calls[-1].grads)
+        if not (in_backward or in_graph):
+            return  # reentrant checkpoints turn gradients off inside of a call that has them
+        backend, updates = chosen_backend(), self.updates.count
+        now = LayerReads(route.names, layer.training, layer.group, backend, updates)
+        before = route.read.setdefault(layer.name, now)
+        if in_backward and now != before:
+            change = "it was called in several ways" if before is None else self._change(route, before, now)
+            if change:
+                raise RuntimeError(
+                    f"layer {layer.name}: backward recomputes this checkpointed layer, but since its forward "
+                    f"pass {change}; run backward before you change that"
+                )
+            assert before is not None
+            self.updates.refuse(route.names, before.updates)
+        elif not in_backward and now != before:
+            unlike = before is None or self._change(route, before, now)
+            route.read[layer.name] = None if unlike and route.read is not self._unrouted_reads else now
+
+    def _change(self, route: Route, before: LayerReads, now: LayerReads) -> str:
+        """Returns what has changed in what a layer reads, as far as its results depend on it."""
+        if before.names != now.names:
+            return "other adapters have been set, or adapters disabled or enabled"
+        if before.backend != now.backend:
+            return f"use_backend has changed from {before.backend or 'none'} to {now.backend or 'none'}"
+        drops = False
+        for name, info in zip(route.names, route.infos, strict=True):
+            if before.group.settings(name) != now.group.settings(name) or self.adapters.get(name) is not info:
+                return f"adapter {name!r} has been removed or replaced"
+            drops |= now.group.settings(name)[1] > 0
+        if drops and before.training != now.training:
+            return f"the model was put into {'training' if now.training else 'evaluation'} mode"
+        return ""
 
     def _selected_for(self, layer: RoutedLayer) -> Route | None:
         """Returns the route of the rows that a container has selected for a layer's part in this call."""
@@ -280,6 +336,7 @@ class Router:
     def _unrouted(self, layer: RoutedLayer, samples: int) -> Route:
         """Returns the only adapter's route, for a layer called outside the model's forward and any route."""
         route = self._only_adapter(samples)
+        route.read = self._unrouted_reads
         if layer.training and any(layer.group.dropout) and torch.is_grad_enabled():
             raise ValueError(
                 f"layer {layer.name}: outside of the model's own forward and of any route, lora_dropout "
@@ -330,7 +387,7 @@ class Router:
         """Begins a top-level forward: enters its route, or the only adapter's if none is active."""
         self.thread_guard.take()
         before = self.active, self._entered_in_backward
-        self._calls.append(_Call(before, threading.get_ident(), calling_frame()))
+        self._calls.append(_Call(before, threading.get_ident(), calling_frame(), torch.is_grad_enabled()))
         knows_all_rows = self.disabled or self.default is not None or len(self.adapters) <= 1
         if route is None and self.active is None and knows_all_rows:
             route = self._only_adapter(samples)

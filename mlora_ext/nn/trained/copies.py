@@ -16,6 +16,7 @@ from ...adapters.trained_parts import TRAINED_COPY
 from ...frozen.plain import PlainWeight
 from ...never_compiled import never_compiled
 from ..adapter_layer import AdapterLayer
+from ..bank import ByAdapter
 from ..batch_statistics import follow_mode
 from ..linear import MultiLoRALinear
 from ..over_module import OverModule, plain_module
@@ -33,7 +34,7 @@ _WITHIN_SAMPLES = (
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.ParameterDict, nn.ParameterList)
 
 
-class Copies(nn.Module):
+class Copies(ByAdapter):
     """Holds the copies by the names of their adapters."""
 
     def of(self, name: str) -> nn.Module:
@@ -43,7 +44,7 @@ class Copies(nn.Module):
         return found
 
     def put(self, name: str, module: nn.Module) -> None:
-        """Takes an adapter's copy; `add_module` refuses names that are methods, such as "train"."""
+        """Takes an adapter's copy."""
         self._modules[name] = module
 
     def take(self, name: str) -> None:

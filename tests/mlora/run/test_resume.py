@@ -92,10 +92,15 @@ def test_an_interrupted_run_resumes_bit_for_bit(whole: dict[str, Any], tmp_path:
 
 def test_a_run_resumes_after_the_adapter_on_the_head_has_left(tiny_base: Path, tmp_path: Path) -> None:
     data = run_data(tiny_base, tmp_path)
-    data["adapters"][0] |= {"max_steps": 1, "lora": {"r": 4, "target_modules": ["q_proj", "lm_head"]}}
+    data["adapters"][1]["name"] = "training"  # both names are attributes of modules that hold adapters
+    data["adapters"][0] |= {
+        "name": "moves",
+        "max_steps": 1,
+        "lora": {"r": 4, "target_modules": ["q_proj", "lm_head"]},
+    }
     train(resolve_config(data | {"output_dir": "whole"}, folder=tmp_path))
     result = train(resolve_config(data, folder=tmp_path), reporter=Interrupting(5))
-    assert result.adapters["first"].state == "finished"
+    assert result.adapters["moves"].state == "finished"
     assert resume(tmp_path / "run").exit_code == 0
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
