@@ -246,8 +246,10 @@ class ChatTemplate:
             if count in (0, len(messages)):
                 return count and len(text)
             with suppress(FormatError):
-                if text.startswith(start := self.text(messages[:count], fields)):
-                    return len(start)
+                start = self.text(messages[:count], fields)
+                for each in (start, start.removesuffix(str(self._tokenizer.eos_token))):  # ends a whole chat
+                    if text.startswith(each):
+                        return len(each)
             raise FormatError(
                 f"message {index + 1} is marked as not trained, but the chat template writes messages "
                 "another way when others follow, so where it stands is unknown; name a template that only "

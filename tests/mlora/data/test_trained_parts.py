@@ -160,5 +160,8 @@ def test_marks_that_ask_for_more_than_is_trained_are_refused(load: Any) -> None:
 def test_a_message_whose_place_the_template_hides(load: Any, tokenizer: Any) -> None:
     with pytest.raises(RunError, match=r"message 2 is marked as not trained, but the chat template writes"):
         load({"messages": [*chat("a", "b", loss=False), *chat("c")]}, tokenizer=with_own(tokenizer, UNLIKE))
+    own = with_own(tokenizer, MARKED + "<end>")  # as Phi-3's, which ends the whole chat
+    data = load({"messages": [*chat("a", "b", loss=False), *chat("c")]}, tokenizer=own)
+    assert trained(tokenizer, data) == "user:a|" + "_" * len("assistant:b|") + "user:c|<end>"
     data = load({"messages": chat("a", "b", loss=False)}, tokenizer=with_own(tokenizer, "x" + MARKED))
     assert trained(tokenizer, data) == "xuser:a|" + "_" * len("assistant:b|")
