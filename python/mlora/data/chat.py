@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from mlora.data.record import (
     objects_of_key,
     text_of_key,
 )
+from mlora.data.trained_parts import FINER, MARKS, overlapping, untrained
 from mlora.errors import RunError, first_line
 
 if TYPE_CHECKING:
@@ -82,28 +84,49 @@ def _of_trl(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def messages_of_key(fields: dict[str, Any], key: str) -> list[Message]:
     """Returns a field that holds a list of messages ``{"role": ..., "content": ...}``.
 
-    A message with ``tool_calls`` needs no content. Other keys of a message are for the template.
+    A message with ``tool_calls`` needs no content. Other keys of a message are for the template, unless they
+    are null.
     """
-    messages = objects_of_key(fields, key)
-    for index, message in enumerate(messages):
+    messages = []
+    for index, message in enumerate(objects_of_key(fields, key)):
         where = f"{key}[{index}]"
         _check_choice(text_of_key(message, "role", f"{where}.role"), ROLES, f"{where}.role")
-        if message.get("content") is not None or not message.get("tool_calls"):
-            text_of_key(message, "content", f"{where}.content")
+        own = {name: value for name, value in message.items() if value is not None}
+        if "content" in own or not own.get("tool_calls"):
+            own["content"] = _content(message, "content", where)
+        messages.append(own)
     return messages
+
+
+def _content(message: Message, key: str, where: str) -> str:
+    """Returns a message's text: of a list of parts their texts, as templates that take lists write them."""
+    parts = message.get(key)
+    if not isinstance(parts, list):
+        return text_of_key(message, key, f"{where}.{key}")
+    texts = []
+    for index, part in enumerate(parts):
+        name = f"{where}.{key}[{index}]"
+        if not isinstance(part, dict):
+            raise FormatError(f"{name} must be an object, got {json_name(part)}")
+        if part.get("type") != "text":
+            kind = part.get("type", "no type")
+            raise FormatError(f"{name} must be of type 'text', the only kind that is trained; got {kind!r}")
+        texts.append(text_of_key(part, "text", f"{name}.text"))
+    return "".join(texts)
 
 
 def sharegpt_messages(fields: dict[str, Any]) -> list[Message]:
     """Returns the messages of a ShareGPT line: ``conversations``, after an optional ``system`` message."""
     messages = []
-    if fields.get("system") is not None:
+    if fields.get("system") not in (None, ""):
         messages.append({"role": "system", "content": text_of_key(fields, "system")})
     for index, turn in enumerate(objects_of_key(fields, "conversations")):
         where = f"conversations[{index}]"
         speaker = text_of_key(turn, "from", f"{where}.from")
         _check_choice(speaker, SHAREGPT_ROLES, f"{where}.from")
-        content = text_of_key(turn, "value", f"{where}.value")
-        messages.append({"role": SHAREGPT_ROLES[speaker], "content": content})
+        marks = {key: turn[key] for key in (*MARKS, *FINER) if key in turn}
+        content = _content(turn, "value", where)
+        messages.append({"role": SHAREGPT_ROLES[speaker], "content": content, **marks})
     return messages
 
 
@@ -150,7 +173,7 @@ class ChatTemplate:
         the first token that differs from it. The record has a prompt if the completion holds the end token.
         """
         start = self.tokens(prompt, fields, add_generation_prompt=True)["input_ids"]
-        ids, labels = self._render(prompt + completion, fields)
+        ids, labels = self._render(prompt + completion, fields, len(prompt))
         place = common_start(tuple(start), ids)
         sample = Sample(ids, (NOT_TRAINED,) * place + labels[place:])
         if place < len(start):
@@ -173,14 +196,67 @@ class ChatTemplate:
         return Prompt(ids[:place], wanted, stop + 1 - place)
 
     def _render(
-        self, messages: list[Message], fields: dict[str, Any]
+        self, messages: list[Message], fields: dict[str, Any], prompt: int = 0
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        found = self.tokens(messages, fields, return_assistant_tokens_mask=self._assistant_only)
-        ids = tuple(found["input_ids"])
-        if not self._assistant_only:
+        """Returns the tokens of messages, of which the first `prompt` ones are not trained, and labels."""
+        silent = untrained(messages, prompt, assistant_only=self._assistant_only)
+        if not (silent or self._assistant_only):
+            ids = tuple(self.tokens(messages, fields)["input_ids"])
             return ids, ids
-        marked = zip(ids, found["assistant_masks"], strict=True)
-        return ids, tuple(token if mark else NOT_TRAINED for token, mark in marked)
+        if not self._tokenizer.is_fast:
+            raise FormatError(
+                "assistant_only_loss and messages marked as not trained need a fast tokenizer, which knows "
+                "where tokens stand in the text; the base model's does not"
+            )
+        text, spans = self._marked(messages, fields)
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = tuple(found["input_ids"]), found["offset_mapping"]
+        marked = overlapping(places, spans) if self._assistant_only else [True] * len(ids)
+        masked = overlapping(places, self._spans(messages, fields, text, silent))
+        each = zip(ids, marked, masked, strict=True)
+        return ids, tuple(token if mark and not mask else NOT_TRAINED for token, mark, mask in each)
+
+    def _marked(self, messages: list[Message], fields: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of messages, and which characters the template marks as the assistant's.
+
+        `apply_chat_template` gives a mask of tokens, but a wrong one before Transformers 5.24: a token with
+        only a part of the last character, or none after it, leaves the mask on or off up to the next turn.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tools, options = _tools(fields), _options(fields)
+        with _refusal():
+            # annotated as one text, but returns a list of texts and one of lists of spans
+            rendered: Any = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self._tokenizer.get_chat_template(tools=tools),
+                return_assistant_tokens_mask=self._assistant_only,
+                **{**self._tokenizer.special_tokens_map, **options},
+            )
+        (text,), spans = rendered
+        return text, spans[0] if spans else []
+
+    def _spans(
+        self, messages: list[Message], fields: dict[str, Any], text: str, wanted: list[int]
+    ) -> list[tuple[int, int]]:
+        """Returns where the messages `wanted` stand in the text of all, from the end of the one before."""
+
+        def end(index: int, count: int) -> int:
+            if count in (0, len(messages)):
+                return count and len(text)
+            with suppress(FormatError):
+                start = self.text(messages[:count], fields)
+                for each in (start, start.removesuffix(str(self._tokenizer.eos_token))):  # ends a whole chat
+                    if text.startswith(each):
+                        return len(each)
+            raise FormatError(
+                f"message {index + 1} is marked as not trained, but the chat template writes messages "
+                "another way when others follow, so where it stands is unknown; name a template that only "
+                "appends in chat_template, or remove the mark"
+            )
+
+        return [(end(index, index), end(index, index + 1)) for index in wanted]
 
     def tokens(self, messages: list[Message], fields: dict[str, Any], **how: Any) -> Any:
         """Returns what the template makes of messages, by the tokenizer's names: `input_ids` and others."""
@@ -191,26 +267,39 @@ class ChatTemplate:
         return str(self._apply(messages, fields, tokenize=False, **how))
 
     def _apply(self, messages: list[Message], fields: dict[str, Any], **how: Any) -> Any:
-        from jinja2 import TemplateError
+        tools, options = _tools(fields), _options(fields)
+        with _refusal():
+            return self._tokenizer.apply_chat_template(messages, tools=tools, **how, **options)
 
-        options = fields.get("chat_template_kwargs") or {}
-        if not isinstance(options, dict):
-            raise FormatError(f"'chat_template_kwargs' must be an object, got {json_name(options)}")
-        for key in options:
-            if key in NOT_THE_TEMPLATES:
-                raise FormatError(f"'chat_template_kwargs': {key!r} is not a template variable; remove it")
-        try:
-            return self._tokenizer.apply_chat_template(messages, tools=_tools(fields), **how, **options)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise FormatError(f"the chat template refuses the messages: {first_line(error)}") from None
+
+@contextmanager
+def _refusal() -> Iterator[None]:
+    """Reports what a template raises as a FormatError."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise FormatError(f"the chat template refuses the messages: {first_line(error)}") from None
+
+
+def _options(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a line gives the template besides its messages and tools."""
+    options = fields.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise FormatError(f"'chat_template_kwargs' must be an object, got {json_name(options)}")
+    for key in options:
+        if key in NOT_THE_TEMPLATES:
+            raise FormatError(f"'chat_template_kwargs': {key!r} is not a template variable; remove it")
+    return options
 
 
 def _tools(fields: dict[str, Any]) -> list[Any] | None:
-    """Returns the tools of a line: a list of objects, or that list written as JSON."""
+    """Returns the tools of a line: a list of objects, or that list written as JSON; empty text means none."""
     tools = fields.get("tools")
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = json.loads(tools.strip() or "null")
         except (ValueError, RecursionError) as error:
             raise FormatError(f"'tools' is not JSON: {first_line(error)}") from None
     return objects_of_key({"tools": tools}, "tools") if tools else None

@@ -16,8 +16,10 @@ from mlora.data.record import (
     Record,
     Sample,
     common_start,
+    flags_of_key,
     ids_of_key,
     text_of_key,
+    unmasked,
 )
 from mlora.objectives.registry import Style
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Parser = Callable[[dict[str, Any]], Record]
+TRAINED_MASKS = {"completion_mask", "assistant_masks"}  # as TRL writes them beside tokens: 1 = trained
 DOUBT = (
     "have a prompt whose last token changes when the completion follows; "
     "move the space between them to the completion's start"
@@ -87,6 +90,12 @@ def _tokens(fields: dict[str, Any]) -> Record:
     labels = ids_of_key(fields, "labels") if "labels" in fields else ids
     if len(labels) != len(ids):
         raise FormatError(f"'labels' has {len(labels)} entries, but 'input_ids' has {len(ids)}")
+    for key in TRAINED_MASKS & fields.keys():
+        flags = flags_of_key(fields, key, len(ids))
+        labels = tuple(label if one else NOT_TRAINED for label, one in zip(labels, flags, strict=True))
+    if "attention_mask" in fields:
+        kept = unmasked(fields, len(ids))
+        ids, labels = (tuple(values[place] for place in kept) for values in (ids, labels))
     return Record(Sample(ids, labels))
 
 

@@ -17,6 +17,7 @@ from mlora.data.record import (
     ids_of_key,
     json_name,
     text_of_key,
+    unmasked,
 )
 
 if TYPE_CHECKING:
@@ -63,18 +64,19 @@ def classification(
         if key not in fields:
             raise FormatError(_missing(key, fields))
         if rules.task != "TOKEN_CLS":
-            ids = _ids(fields, tokenizer)
+            ids = _unpadded(fields, tokenizer)[0]
             label, values = _of_sample(fields[key], rules)
             return Record(LabelledSample.of_sequence(ids, label, *values))
         if "text" in fields:
             raise FormatError(
                 "'text': task_type TOKEN_CLS needs 'input_ids', and a label for each in 'labels'"
             )
-        ids, labels = _ids(fields, tokenizer), fields[key]
-        if not isinstance(labels, list) or len(labels) != len(ids):
+        (ids, kept), labels = _unpadded(fields, tokenizer), fields[key]
+        count = len(fields["input_ids"])
+        if not isinstance(labels, list) or len(labels) != count:
             got = f"{len(labels)} entries" if isinstance(labels, list) else json_name(labels)
-            raise FormatError(f"'labels' needs one label for each of {len(ids)} 'input_ids', got {got}")
-        return Record(LabelledSample(ids, tuple(_token_label(label, rules) for label in labels)))
+            raise FormatError(f"'labels' needs one label for each of {count} 'input_ids', got {got}")
+        return Record(LabelledSample(ids, tuple(_token_label(labels[place], rules) for place in kept)))
 
     return parse
 
@@ -84,8 +86,8 @@ def question_answering(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[d
 
     def parse(fields: dict[str, Any]) -> Record:
         if "input_ids" in fields:
-            ids = _ids(fields, None)
-            first, last = (_position(fields, key, len(ids)) for key in ("start_positions", "end_positions"))
+            ids, kept = _unpadded(fields, None)
+            first, last = (_position(fields, key, kept) for key in ("start_positions", "end_positions"))
             if last < first:
                 raise FormatError(f"'end_positions' is {last}, before 'start_positions', which is {first}")
             return Record(AnswerSample.of_answer(ids, first, last))
@@ -139,7 +141,10 @@ def _span(answers: Any, context: str) -> tuple[int, int] | None:
     return start, start + len(text)
 
 
-def _ids(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+def _unpadded(
+    fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[tuple[int, ...], list[int]]:
+    """Returns a line's tokens without its padding, and their places in `input_ids`."""
     key = "text" if "text" in fields and "input_ids" not in fields else "input_ids"
     if key == "text":
         if tokenizer is None:
@@ -147,9 +152,10 @@ def _ids(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> t
         ids = tuple(tokenizer(text_of_key(fields, "text"))["input_ids"])
     else:
         ids = ids_of_key(fields, "input_ids")
-    if not ids:
+    kept = unmasked(fields, len(ids)) if key == "input_ids" else list(range(len(ids)))
+    if not kept:
         raise FormatError(f"{key!r} has no tokens")
-    return ids
+    return tuple(ids[place] for place in kept), kept
 
 
 def _missing(key: str, fields: dict[str, Any]) -> str:
@@ -222,8 +228,9 @@ def _flags(given: Any, rules: LabelRules) -> tuple[float, ...]:
     return tuple(float(place in ids) for place in range(rules.count))
 
 
-def _position(fields: dict[str, Any], key: str, length: int) -> int:
+def _position(fields: dict[str, Any], key: str, kept: list[int]) -> int:
+    """Returns the place among the tokens `kept` of one that the line names by its place in `input_ids`."""
     place = fields.get(key)
-    if type(place) is not int or not 0 <= place < length:
-        raise FormatError(f"{key!r} must be the place of a token, 0 to {length - 1}, got {place!r}")
-    return place
+    if type(place) is not int or place not in kept:
+        raise FormatError(f"{key!r} must be the place of a token, {kept[0]} to {kept[-1]}, got {place!r}")
+    return kept.index(place)

@@ -138,7 +138,7 @@ def _pairs(name: str, samples: Sequence[Pair], objective: Objective) -> list[Any
     for pair, chosen in zip(samples, trained, strict=True):
         owner = owner_of(objective.reference, name)
         silent = () if owner is None else ((owner, chosen), (owner, pair.rejected))
-        facts = (_labels(pair.chosen), _labels(pair.rejected), share)
+        facts = (float(pair.chosen.trained_tokens), float(pair.rejected.trained_tokens), share)
         found.append(JointSample((chosen, pair.rejected), silent, facts))
     return found
 
@@ -163,10 +163,6 @@ def _judged(name: str, samples: Sequence[Judged], objective: Objective) -> list[
 
 def _with_prompt(sample: Sample) -> Sample:
     return replace(sample, labels=sample.input_ids)
-
-
-def _labels(sample: Sample) -> float:
-    return float(sum(label != NOT_TRAINED for label in sample.labels))
 
 
 _KINDS: dict[str, tuple[Any, Callable[..., list[Any]]]] = {

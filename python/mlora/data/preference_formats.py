@@ -22,6 +22,7 @@ from mlora.data.record import (
     json_name,
     text_of_key,
 )
+from mlora.data.trained_parts import refuse_marks
 from mlora.objectives.registry import Style
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ def unpaired(tokenizer: PreTrainedTokenizerBase) -> Parser:
 
 def _half(fields: dict[str, Any], key: str) -> Half:
     if isinstance(fields.get(key), list):
-        return messages_of_key(fields, key) if fields[key] or key != "prompt" else []
+        messages = messages_of_key(fields, key) if fields[key] or key != "prompt" else []
+        refuse_marks(messages)
+        return messages
     return text_of_key(fields, key)
 
 

@@ -217,6 +217,23 @@ def ids_of_key(fields: dict[str, Any], key: str) -> tuple[int, ...]:
     return tuple(values)
 
 
+def unmasked(fields: dict[str, Any], count: int) -> list[int]:
+    """Returns the places of a line's tokens but those whose `attention_mask` is 0, which are padding."""
+    if "attention_mask" not in fields:
+        return list(range(count))
+    return [place for place, one in enumerate(flags_of_key(fields, "attention_mask", count)) if one]
+
+
+def flags_of_key(fields: dict[str, Any], key: str, count: int) -> tuple[int, ...]:
+    """Returns a field that holds 0 or 1 for each of a line's `count` tokens."""
+    flags = ids_of_key(fields, key)
+    if len(flags) != count:
+        raise FormatError(f"{key!r} has {len(flags)} entries, but 'input_ids' has {count}")
+    if wrong := set(flags) - {0, 1}:
+        raise FormatError(f"{key!r} must hold 0 and 1, got {min(wrong)}")
+    return flags
+
+
 def objects_of_key(fields: dict[str, Any], key: str) -> list[dict[str, Any]]:
     """Returns a field that holds a list of at least one object."""
     values = _value(fields, key, repr(key))

@@ -73,7 +73,8 @@ class Objective:
             head; other losses need two.
         takes: the kind of its samples. `sequences`: `mlora.data.record.Sample`, without facts. `pairs`:
             `mlora.data.preference.Pair`; chosen and rejected sequences alternate, and the facts of a pair are
-            the completion tokens of both, and the batch's pairs over its trained tokens of chosen sequences.
+            the scored completion tokens of both (all but a sequence's first token, which none precedes), and
+            the batch's pairs over its trained tokens of chosen sequences.
             `judged`: `mlora.data.preference.Judged`; all of a batch are one sample, and the facts are its
             labels, 1 for desirable.
         reference: whose log-probabilities of the same sequences it reads: `__base__`, the name of an adapter,

@@ -29,7 +29,7 @@ class Orpo(Objective):
         """Returns the sum over pairs, and TRL's metrics."""
         runs = rows.log_p.split(list(rows.lengths))
         counts = [int(count) for fact in rows.facts for count in fact[:2]]  # of completion tokens
-        log_p = torch.stack([run[-count:].mean() for run, count in zip(runs, counts, strict=True)])
+        log_p = torch.stack([run[len(run) - count :].mean() for run, count in zip(runs, counts, strict=True)])
         chosen, rejected = log_p[0::2], log_p[1::2]
         nll = nll_sum(-torch.stack([run.sum() for run in runs[0::2]]), rows)
         odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))

@@ -112,6 +112,32 @@ def test_tools_go_to_the_template(load, tokenizer) -> None:
     first, second = load("messages", *lines).samples
     assert tokenizer.decode(first.input_ids).startswith("[add]system:brief")
     assert first == second
+    none = [{"messages": ASKED}, *({"messages": ASKED, "tools": tools} for tools in ("", "[]", "null", []))]
+    assert list(load("messages", *none).samples) == [load("messages", none[0]).samples[0]] * 5
+
+
+def test_an_empty_system_text_is_none(load) -> None:
+    turns = {"conversations": [{"from": "human", "value": "a"}]}
+    with_empty, without = load("sharegpt", turns | {"system": ""}, turns).samples
+    assert with_empty == without
+
+
+def test_parts_of_text_read_as_a_template_writes_them(load, tokenizer) -> None:
+    """One that takes lists writes one part after the other; others print the list, or nothing."""
+    parts = [{"type": "text", "text": "1+1"}, {"type": "text", "text": "?", "extra": 1}]
+    each = "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}"
+    template = CHAT.replace("{% else %}{{ m['content'] }}", "{% else %}" + each)
+    asked = [{"role": "user", "content": parts}]
+    own = tokenizer.apply_chat_template(asked, chat_template=template)["input_ids"]
+    plain, listed = load("messages", {"messages": ASKED[1:]}, {"messages": asked}).samples
+    assert plain == listed
+    assert list(listed.input_ids) == own
+    answer = [ANSWER | {"content": [{"type": "text", "text": ANSWER["content"]}]}]
+    lines = [{"prompt": asked, "completion": answer}, {"prompt": ASKED[1:], "completion": [ANSWER]}]
+    first, second = load("prompt_completion", *lines).samples
+    assert first == second
+    turns = [{"from": "human", "value": parts}]
+    assert load("sharegpt", {"conversations": turns}).samples[0] == plain
 
 
 def test_alpaca_trains_the_output_after_stanfords_prompt(load, tokenizer) -> None:
@@ -178,6 +204,26 @@ def test_alpaca_trains_the_output_after_stanfords_prompt(load, tokenizer) -> Non
             "content is not valid text: half",
         ),
         ("messages", {"messages": [{"role": "tool", "content": "a"}]}, "the messages: tools may not speak"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0] must be of type 'text', the only kind that is trained; got 'image_url'",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"text": "a"}]}]},
+            "messages[0].content[0] must be of type 'text', the only kind that is trained; got 'no type'",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text is missing",
+        ),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": ["a"]}]},
+            "messages[0].content[0] must be an object, got text",
+        ),
         ("messages", {"messages": ASKED, "tools": "[{"}, "'tools' is not JSON: Expecting property name"),
         ("messages", {"messages": ASKED, "tools": {"a": 1}}, "'tools' must be a list of objects, got an obj"),
         (

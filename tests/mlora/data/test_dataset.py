@@ -31,6 +31,23 @@ def test_tokens_keep_ids_and_labels(tmp_path: Path) -> None:
     assert data.prompts == []
 
 
+@pytest.mark.parametrize("mask", [[1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 1, 1]])
+def test_padding_is_dropped(tmp_path: Path, mask: list[int]) -> None:
+    """Wherever it stands: a model that attends to the rest alone sees the line without padding."""
+    ids, labels = iter([5, 6, 7]), iter([5, -100, 7])
+    line = {"attention_mask": mask, "input_ids": [next(ids) if one else 9 for one in mask]}
+    path = write_jsonl(tmp_path / "d.jsonl", [line | {"labels": [next(labels) if m else 9 for m in mask]}])
+    assert list(load(path).samples) == [Sample((5, 6, 7), (5, -100, 7))]
+    assert load(write_jsonl(tmp_path / "d.jsonl", [line])).samples[0].labels == (5, 6, 7)
+
+
+@pytest.mark.parametrize("key", ["completion_mask", "assistant_masks"])
+def test_masks_of_trained_tokens_are_those_of_trl(tmp_path: Path, key: str) -> None:
+    """TRL's collator sets the labels of other tokens to -100."""
+    line = {"input_ids": [5, 6, 7, 8], key: [0, 1, 0, 1], "attention_mask": [1, 1, 1, 1]}
+    assert load(write_jsonl(tmp_path / "d.jsonl", [line])).samples[0].labels == (-100, 6, -100, 8)
+
+
 def test_trained_tokens_are_those_after_the_first() -> None:
     assert Sample((5, 6, 7, 8), (5, -100, 7, 8)).trained_tokens == 2
 
@@ -119,6 +136,10 @@ def test_samples_without_trained_tokens_are_left_out_and_counted(tmp_path: Path)
         ('{"input_ids": [-1, 2]}', "token id -1 is outside"),
         ('{"input_ids": [1, 2], "labels": [1]}', "'labels' has 1 entries, but 'input_ids' has 2"),
         ('{"input_ids": [1, 2], "labels": [1, -5]}', "label -5 is outside"),
+        ('{"input_ids": [1, 2], "attention_mask": [1]}', "'attention_mask' has 1 entries, but 'input_ids'"),
+        ('{"input_ids": [1, 2], "attention_mask": [1, 2]}', "'attention_mask' must hold 0 and 1, got 2"),
+        ('{"input_ids": [1, 2], "attention_mask": [0.0, 1]}', "'attention_mask' must hold whole numbers"),
+        ('{"input_ids": [1, 2], "completion_mask": [0]}', "'completion_mask' has 1 entries, but"),
     ],
 )
 def test_malformed_lines_give_file_and_number(tmp_path: Path, line: str, expected: str) -> None:

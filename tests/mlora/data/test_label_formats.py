@@ -119,6 +119,17 @@ def test_an_answer_that_is_cut_off_and_one_that_does_not_exist(
     assert load(tmp_path, ANSWERS, ids) == AnswerSample.of_answer((5, 6, 7), 1, 2)
 
 
+def test_padding_is_dropped_with_its_labels(tmp_path: Path) -> None:
+    padded = {"input_ids": [9, 5, 6, 7, 9], "attention_mask": [0, 1, 1, 1, 0]}
+    assert load(tmp_path, SINGLE, padded | {"label": 2}) == LabelledSample.of_sequence((5, 6, 7), 2)
+    tokens = padded | {"labels": [-100, 0, 1, 2, -100]}
+    assert load(tmp_path, TOKENS, tokens) == LabelledSample((5, 6, 7), (0, 1, 2))
+    answer = padded | {"start_positions": 2, "end_positions": 3}
+    assert load(tmp_path, ANSWERS, answer) == AnswerSample.of_answer((5, 6, 7), 1, 2)
+    with pytest.raises(RunError, match="'start_positions' must be the place of a token, 1 to 3, got 0"):
+        load(tmp_path, ANSWERS, padded | {"start_positions": 0, "end_positions": 1})
+
+
 IDS: dict[str, Any] = {"input_ids": [5, 6, 7]}
 SQUAD: dict[str, Any] = {"question": "Who?", "context": "Ann"}
 

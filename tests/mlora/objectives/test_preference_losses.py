@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from mlora.data.preference import Pair, joined
+from mlora.data.record import Sample
 from mlora.objectives.custom import CustomLoss, LossError
 from mlora.objectives.objective import LogProbs, LossOfOwner
 from mlora.objectives.options import ObjectiveError
@@ -69,6 +71,27 @@ def test_dpo(loss_type: str, beta: float) -> None:
         "logps/rejected": sum(map(sum, log_p[1::2])),
     }
     assert {name: number(value) for name, value in found.metrics.items()} == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        # chosen (-1, -3), rejected (-2): means -2 and -2, so (0 - 1 / (2 * 0.1))^2 = 25 for ipo
+        ({"name": "dpo", "loss_type": "ipo", "beta": 0.1}, 25.0),
+        ({"name": "cpo", "loss_type": "ipo", "beta": 0.1, "cpo_alpha": 0.0}, 25.0),
+        ({"name": "simpo", "beta": 1.0, "simpo_gamma": 0.0}, math.log(2)),
+        ({"name": "orpo", "beta": 1.0}, 2 + math.log(2)),  # equal odds, and the loss of the chosen one, 2
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_a_token_that_no_other_precedes_is_not_counted(spec: dict[str, Any], expected: float) -> None:
+    """Without a prompt and a start token, a completion's first token has no log-probability."""
+    pair = Pair(Sample((5, 6, 7), (5, 6, 7)), Sample((8, 9), (8, 9)))
+    (sample,) = joined("a", [pair], objective_of(spec))
+    lengths = [sequence.trained_tokens for sequence in sample.sequences]
+    log_p = torch.tensor([-1.0, -3.0, -2.0])
+    rows = LogProbs(log_p, lengths, torch.zeros(3), lengths, [sample.facts])
+    assert float(objective_of(spec).loss_of(rows).loss) == pytest.approx(expected)
 
 
 CPO = {
