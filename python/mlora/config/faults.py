@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,7 @@ OTHERWISE = {
 }
 """Hints for keys that mean something else among the training fields."""
 
+MOST_LINES = 100
 _KNOWN = "unknown key; known keys: "
 
 EXPECTED = {
@@ -89,14 +90,19 @@ def explain(
 ) -> list[str]:
     """Returns a line for each fault: ``run.yaml: adapters[1].lora.rank: unknown key; did you mean 'r'?``.
 
+    After `MOST_LINES` lines, one more counts the other faults.
+
     `where`, `given` and `moved` mean the same as in `mlora.config.config_file.resolve_config`.
     """
     lines = []
     faults = error.errors()
-    places = [fault["loc"] for fault in faults]
+    places = {fault["loc"] for fault in faults}
     messages = set[str]()  # the list of known keys is told once
     unknown = set[Location]()  # samples of a sweep have the same keys with other values
-    for fault in faults:
+    for index, fault in enumerate(faults):
+        if len(lines) == MOST_LINES:
+            more = len(faults) - index
+            return [*dict.fromkeys(lines), f"{where}: {more} more fault{'s' * (more > 1)} beyond these lines"]
         location = moved(tuple(part for part in fault["loc"] if part != "[key]"))
         if not _comes_from_defaults(fault["loc"], data, places) and location not in unknown:
             unknown |= {location} if fault["type"] == "extra_forbidden" else set()
@@ -126,7 +132,7 @@ def _source(location: Location, where: str, given: Mapping[Location, str]) -> st
     return below[0] if below and location else where
 
 
-def _comes_from_defaults(location: Location, data: Mapping[str, Any], places: Sequence[Location]) -> bool:
+def _comes_from_defaults(location: Location, data: Mapping[str, Any], places: Collection[Location]) -> bool:
     """Whether an adapter's fault lies in a value of ``defaults``, where it is reported, too."""
     if location[:1] != ("adapters",) or ("defaults", *location[2:]) not in places:
         return False
