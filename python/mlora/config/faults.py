@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -88,13 +89,13 @@ def explain(
     given: Mapping[Location, str],
     moved: Callable[[Location], Location],
 ) -> list[str]:
-    """Returns a line for each fault: ``run.yaml: adapters[1].lora.rank: unknown key; did you mean 'r'?``.
+    """Returns a line for each fault: ``run.yaml: adapters.b.lora.rank: unknown key; did you mean 'r'?``.
 
     After `MOST_LINES` lines, one more counts the other faults.
 
     `where`, `given` and `moved` mean the same as in `mlora.config.config_file.resolve_config`.
     """
-    lines = []
+    lines: list[str] = []
     faults = error.errors()
     places = {fault["loc"] for fault in faults}
     messages = set[str]()  # the list of known keys is told once
@@ -110,7 +111,7 @@ def explain(
             if message.startswith(_KNOWN) and message in messages:
                 message = "unknown key"
             messages.add(message)
-            parts = (_source(location, where, given), path_of(location), message)
+            parts = (_source(location, where, given), path_of(_by_name(location, data)), message)
             lines.append(": ".join(part for part in parts if part))
     return list(dict.fromkeys(lines))
 
@@ -121,6 +122,16 @@ def path_of(location: Sequence[Any]) -> str:
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
+
+
+def _by_name(location: Location, data: Mapping[str, Any]) -> Location:
+    """Returns a location with an item's name, if it has one, in place of its index, as for ``--set``."""
+    if len(location) < 2 or location[0] not in ("adapters", "datasets") or type(location[1]) is not int:
+        return location
+    names = [item.get("name") if isinstance(item, Mapping) else None for item in data[location[0]]]
+    name = names[location[1]]
+    plain = isinstance(name, str) and re.fullmatch(r"[\w+-]*[A-Za-z_][\w+-]*", name, re.ASCII)
+    return (location[0], str(name), *location[2:]) if plain and names.count(name) == 1 else location
 
 
 def _source(location: Location, where: str, given: Mapping[Location, str]) -> str:

@@ -75,7 +75,8 @@ class _Loader(yaml.SafeLoader):
         if node not in self._measured:
             self._measured[node] = MOST_VALUES, 0  # until it is known: then only the node itself asks for it
             parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-            inner = [self._measure(one) for part in parts for one in (part if type(part) is tuple else [part])]
+            nodes = [one for part in parts for one in (part if isinstance(part, tuple) else [part])]
+            inner = [self._measure(one) for one in nodes]
             found = 1 + sum(size for size, _ in inner), 1 + max((depth for _, depth in inner), default=0)
             if found[0] > MOST_VALUES:
                 raise _at(node, f"stands for more than {MOST_VALUES:,} values with its aliases written out")

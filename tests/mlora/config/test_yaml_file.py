@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from mlora.config.yaml_file import load_yaml
 from mlora.errors import RunError
 
@@ -15,7 +14,7 @@ OWN = st.dictionaries(KEYS, st.integers(0, 99), max_size=4)
 
 @st.composite
 def documents(draw: st.DrawFn) -> list[tuple[dict[str, int], list[int | dict[str, int]], bool]]:
-    """Returns mappings: their own keys, what they merge (earlier ones, or mappings), and `<<` before or after."""
+    """Returns mappings: own keys, what they merge (earlier ones, or new mappings), whether `<<` is first."""
     found = []
     for number in range(draw(st.integers(1, 6))):
         earlier = st.integers(0, number - 1) if number else st.nothing()
@@ -30,7 +29,7 @@ def flow(mapping: dict[str, int]) -> str:
 
 @given(documents())
 def test_merges_follow_the_rule_of_yaml(document: list[tuple[Any, Any, bool]]) -> None:
-    """https://yaml.org/type/merge.html: a mapping's own keys win, then those of the earlier merged mapping."""
+    """https://yaml.org/type/merge.html: a mapping's own keys win, then those of the earlier mapping."""
     lines, expected = [], []
     for number, (own, sources, first) in enumerate(document):
         merged = [f"*m{one}" if isinstance(one, int) else flow(one) for one in sources]
