@@ -6,6 +6,7 @@ import pytest
 import yaml
 from mlora.config.best_rule import BestRule
 from mlora.config.config_file import dump_config, resolve_config
+from mlora.errors import RunError
 from mlora.objectives.registry import takes
 
 from tests.mlora.config.faulty import lines_of
