@@ -72,7 +72,7 @@ def _find(items: list[Any], parts: Sequence[str], override: str) -> tuple[int, i
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
     """Reads a run's YAML, applies overrides and resolves it. Relative paths start at the file's folder.
 
-    A RunError has one line for each fault, with the path of the key (``adapters[1].lora.rr``).
+    A RunError has one line for each fault, with the path of the key (``adapters.b.lora.rr``).
     """
     path = Path(path)
     data = read_yaml(path)

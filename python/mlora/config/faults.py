@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,7 @@ OTHERWISE = {
 }
 """Hints for keys that mean something else among the training fields."""
 
+MOST_LINES = 100
 _KNOWN = "unknown key; known keys: "
 
 EXPECTED = {
@@ -87,16 +89,21 @@ def explain(
     given: Mapping[Location, str],
     moved: Callable[[Location], Location],
 ) -> list[str]:
-    """Returns a line for each fault: ``run.yaml: adapters[1].lora.rank: unknown key; did you mean 'r'?``.
+    """Returns a line for each fault: ``run.yaml: adapters.b.lora.rank: unknown key; did you mean 'r'?``.
+
+    After `MOST_LINES` lines, one more counts the other faults.
 
     `where`, `given` and `moved` mean the same as in `mlora.config.config_file.resolve_config`.
     """
-    lines = []
+    lines: list[str] = []
     faults = error.errors()
-    places = [fault["loc"] for fault in faults]
+    places = {fault["loc"] for fault in faults}
     messages = set[str]()  # the list of known keys is told once
     unknown = set[Location]()  # samples of a sweep have the same keys with other values
-    for fault in faults:
+    for index, fault in enumerate(faults):
+        if len(lines) == MOST_LINES:
+            more = len(faults) - index
+            return [*dict.fromkeys(lines), f"{where}: {more} more fault{'s' * (more > 1)} beyond these lines"]
         location = moved(tuple(part for part in fault["loc"] if part != "[key]"))
         if not _comes_from_defaults(fault["loc"], data, places) and location not in unknown:
             unknown |= {location} if fault["type"] == "extra_forbidden" else set()
@@ -104,7 +111,7 @@ def explain(
             if message.startswith(_KNOWN) and message in messages:
                 message = "unknown key"
             messages.add(message)
-            parts = (_source(location, where, given), path_of(location), message)
+            parts = (_source(location, where, given), path_of(_by_name(location, data)), message)
             lines.append(": ".join(part for part in parts if part))
     return list(dict.fromkeys(lines))
 
@@ -117,6 +124,16 @@ def path_of(location: Sequence[Any]) -> str:
     return text
 
 
+def _by_name(location: Location, data: Mapping[str, Any]) -> Location:
+    """Returns a location with an item's name, if it has one, in place of its index, as for ``--set``."""
+    if len(location) < 2 or location[0] not in ("adapters", "datasets") or type(location[1]) is not int:
+        return location
+    names = [item.get("name") if isinstance(item, Mapping) else None for item in data[location[0]]]
+    name = names[location[1]]
+    plain = isinstance(name, str) and re.fullmatch(r"[\w+-]*[A-Za-z_][\w+-]*", name, re.ASCII)
+    return (location[0], str(name), *location[2:]) if plain and names.count(name) == 1 else location
+
+
 def _source(location: Location, where: str, given: Mapping[Location, str]) -> str:
     """Returns the override that set the value or, for an unknown key, something below it; else `where`."""
     for end in range(len(location), 0, -1):
@@ -126,7 +143,7 @@ def _source(location: Location, where: str, given: Mapping[Location, str]) -> st
     return below[0] if below and location else where
 
 
-def _comes_from_defaults(location: Location, data: Mapping[str, Any], places: Sequence[Location]) -> bool:
+def _comes_from_defaults(location: Location, data: Mapping[str, Any], places: Collection[Location]) -> bool:
     """Whether an adapter's fault lies in a value of ``defaults``, where it is reported, too."""
     if location[:1] != ("adapters",) or ("defaults", *location[2:]) not in places:
         return False

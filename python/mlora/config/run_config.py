@@ -124,7 +124,8 @@ class RunConfig(Strict):
     save_total_limit: int = Field(default=2, ge=1, description="Checkpoints that are kept.")
     defaults: TrainingFields = Field(
         default=TrainingFields(),
-        description="Training keys of all adapters; an adapter's own keys override them.",
+        description="Training keys of all adapters; an adapter's own keys override them. Keys about "
+        "evaluations do not apply to an adapter without `eval_dataset`.",
     )
     datasets: list[DatasetConfig] = Field(
         min_length=1, description="Data that adapters name; entries that no adapter names are not read."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from mlora.errors import RunError, first_line
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 OTHER_BASE = re.compile(r"[-+]?(0_*\d[\d_]*|\d[\d_]*(:\d+)+(\.\d*)?)")
+MERGE, MERGE_KEY = "tag:yaml.org,2002:merge", object()
+MOST_VALUES, DEEPEST = 500_000, 100  # of what aliases stand for, and of brackets
 
 PLAIN = [
     (r"found character '\\t'.*", "YAML is indented with spaces; replace the tab with spaces"),
@@ -61,14 +64,57 @@ class _Loader(yaml.SafeLoader):
             raise _at(node, f"YAML reads {text} as {value}; write {value}, or put it in quotes if it is text")
         return value
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key_node, yaml.ScalarNode):
-                if key_node.value in seen and key_node.value != "<<":
-                    raise _at(key_node, f"the key {key_node.value!r} is given twice")
-                seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
+    def construct_document(self, node: yaml.Node) -> Any:
+        self._measured: dict[yaml.Node, tuple[int, int]] = {}
+        self._flat: set[yaml.Node] = set()
+        self._measure(node)
+        return super().construct_document(node)  # type: ignore[no-untyped-call]
+
+    def _measure(self, node: yaml.Node) -> tuple[int, int]:
+        """Returns how many values a node stands for, aliases written out, and how deep they are."""
+        if node not in self._measured:
+            self._measured[node] = MOST_VALUES, 0  # until it is known: then only the node itself asks for it
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            nodes = [one for part in parts for one in (part if isinstance(part, tuple) else [part])]
+            inner = [self._measure(one) for one in nodes]
+            found = 1 + sum(size for size, _ in inner), 1 + max((depth for _, depth in inner), default=0)
+            if found[0] > MOST_VALUES:
+                raise _at(node, f"stands for more than {MOST_VALUES:,} values with its aliases written out")
+            if found[1] > DEEPEST:
+                raise _at(node, "brackets are nested too deeply")
+            self._measured[node] = found
+        return self._measured[node]
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Puts what ``<<`` merges into a node, once: its own keys win, then those of the earlier mapping."""
+        if node in self._flat:
+            return
+        self._flat.add(node)
+        own: dict[Hashable, tuple[yaml.Node, yaml.Node]] = {}
+        for pair in node.value:
+            if (key := self._key(pair[0])) in own:
+                more = "; write <<: [*first, *second]" if key is MERGE_KEY else ""
+                raise _at(pair[0], f"the key {pair[0].value!r} is given twice{more}")
+            own[key] = pair
+        _, merged = own.pop(MERGE_KEY, (None, None))
+        found: dict[Hashable, tuple[yaml.Node, yaml.Node]] = {}
+        for source in merged.value if isinstance(merged, yaml.SequenceNode) else [merged] if merged else []:
+            if not isinstance(source, yaml.MappingNode):
+                raise _at(source, "<< must be a mapping or a list of mappings")
+            self.flatten_mapping(source)
+            for pair in source.value:
+                found.setdefault(self._key(pair[0]), pair)
+        node.value = list((found | own).values())
+
+    def _key(self, node: yaml.Node) -> Hashable:
+        if node.tag == MERGE:
+            return MERGE_KEY
+        if node.tag == "tag:yaml.org,2002:value":  # "=", which is text here
+            node.tag = "tag:yaml.org,2002:str"
+        key = self.construct_object(node)
+        if not isinstance(key, Hashable):
+            raise _at(node, "found unhashable key")
+        return key
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))

@@ -37,13 +37,13 @@ def test_faults_of_the_config_come_without_torch(tmp_path: Path) -> None:
             timeout=60,
             check=True,
         )
-        assert "adapters[0].lora.rr: unknown key; did you mean 'r'?" in done.stderr
+        assert "adapters.first.lora.rr: unknown key; did you mean 'r'?" in done.stderr
         assert done.stdout.endswith("False\n")
 
 
 CONFIG_FAULTS = [
-    ("adapters.0.lora.rr=4", "adapters[0].lora.rr: unknown key; did you mean 'r'?"),
-    ("adapters.0.lora.r=0", "adapters[0].lora.r: must be at least 1, got 0"),
+    ("adapters.0.lora.rr=4", "adapters.first.lora.rr: unknown key; did you mean 'r'?"),
+    ("adapters.0.lora.r=0", "adapters.first.lora.r: must be at least 1, got 0"),
     ("adapters.0.lora.lora_dropout=1.0", "lora_dropout: must be below 1, got 1.0"),
     ("adapters.0.name=a/b", "adapters[0].name: 'a/b' is not a plain name"),
     ("adapters.0.name=second", "adapters: the name 'second' is used twice"),

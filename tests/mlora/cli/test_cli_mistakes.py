@@ -103,7 +103,7 @@ def test_faults_of_a_config_are_lines_of_the_command(run: Run, tiny_base: Path, 
     data["adapters"][0] |= {"lora": {"rank": 4, "alpha": 8}, "lr": 1e-3}
     result = run("validate", write_run(tmp_path, data))
     assert result.exit_code == 1
-    where = f"error: {tmp_path}/run.yaml: adapters[0]"
+    where = f"error: {tmp_path}/run.yaml: adapters.first"
     assert result.stderr.splitlines() == [
         f"{where}.lora.alpha: unknown key; did you mean 'lora_alpha'?",
         f"{where}.lora.rank: unknown key; did you mean 'r'?",

@@ -91,7 +91,7 @@ def faults(tmp_path: Path) -> Faults:
         (RUN + "3: 4\n", "run.yaml: [3]: a key must be text, got 3; put it in quotes"),
         (RUN + "on: 1\n", "a key must be text, got true; put it in quotes"),
         (RUN + "~: 1\n", "a key must be text, got nothing; put it in quotes"),
-        (RUN.replace("{r: 4}", "{1: 4}"), "adapters[0].lora[1]: a key must be text, got 1"),
+        (RUN.replace("{r: 4}", "{1: 4}"), "adapters.a.lora[1]: a key must be text, got 1"),
     ],
 )
 def test_what_is_no_config_says_where_and_why(faults: Faults, text: str | bytes, expected: str) -> None:
@@ -140,11 +140,11 @@ def test_what_is_no_config_says_where_and_why(faults: Faults, text: str | bytes,
         ("adapters.a.name=3", "adapters[0].name: must be text, got 3"),
         (
             "adapters.a.dataset=x2",
-            "dataset=x2: adapters[0].dataset: no dataset is named 'x2'; datasets: d",
+            "dataset=x2: adapters.a.dataset: no dataset is named 'x2'; datasets: d",
         ),
-        ("adapters.a.dataset=dd", "adapters[0].dataset: no dataset is named 'dd'; did you mean 'd'?"),
-        ("adapters.a.lora=r=8", "adapters[0].lora: must be keys and values, got 'r=8'"),
-        ("adapters.a.lora.r=", "adapters[0].lora.r: must be a whole number, got nothing"),
+        ("adapters.a.dataset=dd", "adapters.a.dataset: no dataset is named 'dd'; did you mean 'd'?"),
+        ("adapters.a.lora=r=8", "adapters.a.lora: must be keys and values, got 'r=8'"),
+        ("adapters.a.lora.r=", "adapters.a.lora.r: must be a whole number, got nothing"),
         ("adapters.a.lora.use_dora=", "lora.use_dora: must be true or false, got nothing"),
         ("adapters.a.lora.lora_alpha='8'", "lora.lora_alpha: must be a number, got '8'"),
         (
@@ -426,7 +426,7 @@ def test_each_alias_leads_to_a_key_and_is_none_itself() -> None:
 
 def test_all_unknown_keys_of_a_lora_block_are_named_at_once(faults: Faults) -> None:
     assert faults(RUN, "adapters.a.lora={rank: 8, alpha: 16, dropout: 0.1}") == [
-        f"--set adapters.a.lora={{rank: 8, alpha: 16, dropout: 0.1}}: adapters[0].lora.{key}: unknown key; "
+        f"--set adapters.a.lora={{rank: 8, alpha: 16, dropout: 0.1}}: adapters.a.lora.{key}: unknown key; "
         f"did you mean {name!r}?"
         for key, name in [("rank", "r"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout")]
     ]
@@ -435,23 +435,23 @@ def test_all_unknown_keys_of_a_lora_block_are_named_at_once(faults: Faults) -> N
 def test_all_faults_of_a_lora_block_are_named_at_once(faults: Faults) -> None:
     lines = faults(RUN.replace("{r: 4}", "{r: 0, lora_alpha: 0, lora_dropout: 3, target_modules: []}"))
     assert [line.split(": ")[1] for line in lines] == [
-        "adapters[0].lora.r",
-        "adapters[0].lora.target_modules",
-        "adapters[0].lora.lora_alpha",
-        "adapters[0].lora.lora_dropout",
+        "adapters.a.lora.r",
+        "adapters.a.lora.target_modules",
+        "adapters.a.lora.lora_alpha",
+        "adapters.a.lora.lora_dropout",
     ]
 
 
 def test_all_datasets_that_are_missing_are_named_at_once(faults: Faults) -> None:
     assert faults(RUN.replace("dataset: d", "dataset: x")) == [
-        f"run.yaml: adapters[{index}].dataset: no dataset is named 'x'; datasets: d" for index in (0, 1)
+        f"run.yaml: adapters.{name}.dataset: no dataset is named 'x'; datasets: d" for name in "ab"
     ]
 
 
 def test_a_key_with_dots_is_shown_nested(faults: Faults) -> None:
     (line,) = faults(RUN.replace("lora: {r: 4}", "init_from: x, lora.r: 4"))
     assert line == (
-        "run.yaml: adapters[0].lora.r: unknown key; keys are nested, not joined by dots: lora: {r: ...}"
+        "run.yaml: adapters.a.lora.r: unknown key; keys are nested, not joined by dots: lora: {r: ...}"
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from mlora.config.best_rule import BestRule
 from mlora.config.config_file import dump_config, resolve_config
+from mlora.errors import RunError
 from mlora.objectives.registry import takes
 
 from tests.mlora.config.faulty import lines_of
@@ -60,10 +61,40 @@ def test_with_early_stopping_the_best_is_loaded(tmp_path: Path, base: dict) -> N
 
 def test_the_best_needs_evaluations(tmp_path: Path, base: dict) -> None:
     for key, value in (("load_best_model_at_end", True), ("metric_for_best_model", "loss")):
-        assert lacking(tmp_path, base, **{key: value}) == [f"run.yaml: adapters[0]: {key} needs eval_steps"]
+        assert lacking(tmp_path, base, **{key: value}) == [f"run.yaml: adapters.a: {key} needs eval_steps"]
     assert lacking(tmp_path, base, eval_steps=5, metric_for_best_model="exact_match") == [
-        "run.yaml: adapters[0]: metric_for_best_model: exact_match needs eval_exact_match: true"
+        "run.yaml: adapters.a: metric_for_best_model: exact_match needs eval_exact_match: true"
     ]
+
+
+@pytest.mark.parametrize(
+    ("own", "applied"),
+    [
+        ({"eval_dataset": "d"}, (5, 2, 0.1, True)),
+        ({}, (None, None, 0.0, None)),
+        ({"eval_dataset": "d", "eval_steps": None}, (None, None, 0.0, None)),
+        ({"eval_dataset": "d", "early_stopping_patience": None}, (5, None, 0.0, True)),
+        ({"eval_dataset": None, "learning_rate": 1e-3}, (None, None, 0.0, None)),
+    ],
+)
+def test_defaults_that_have_nothing_to_act_on_do_not_apply(
+    tmp_path: Path, base: dict, own: dict, applied: tuple
+) -> None:
+    keys = ("eval_steps", "early_stopping_patience", "early_stopping_threshold", "load_best_model_at_end")
+    base["defaults"] |= dict(zip(keys, (5, 2, 0.1, True), strict=True))
+    base["adapters"][0] |= own
+    config = resolve_config(base, folder=tmp_path)
+    assert tuple(getattr(config.adapters[0], key) for key in keys) == applied
+    assert resolve_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_own_fields_that_have_nothing_to_act_on_are_refused(tmp_path: Path, base: dict) -> None:
+    base["defaults"]["eval_steps"] = 5
+    base["adapters"][0]["early_stopping_patience"] = 2
+    with pytest.raises(
+        RunError, match=r"^config: adapters\.a: early_stopping_patience needs an eval_dataset$"
+    ):
+        resolve_config(base, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -124,5 +155,5 @@ def test_a_metric_that_is_not_measured(
         "metric_for_best_model": name,
     }
     (line,) = lines_of(tmp_path, base)  # both adapters have it of the defaults
-    assert line.startswith("run.yaml: adapters[0].metric_for_best_model: ")
+    assert line.startswith("run.yaml: adapters.a.metric_for_best_model: ")
     assert expected in line

@@ -75,11 +75,11 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
-        ("adapters.1.lora.rr", 3, "adapters[1].lora.rr: unknown key; did you mean 'r'?"),
+        ("adapters.1.lora.rr", 3, "adapters.b.lora.rr: unknown key; did you mean 'r'?"),
         (
             "adapters.0.learning_rte",
             3,
-            "adapters[0].learning_rte: unknown key; did you mean 'learning_rate'?",
+            "adapters.a.learning_rte: unknown key; did you mean 'learning_rate'?",
         ),
         ("defaults.lr", 3, "defaults.lr: unknown key; did you mean 'learning_rate'?"),
         ("defaults.warmup_step", 3, "defaults.warmup_step: unknown key; did you mean 'warmup_steps'?"),
@@ -89,7 +89,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
             "pipeline: must be keys and values (stages, schedule, micro_batches, partition, replicas), got 2",
         ),
         ("outptu_dir", "x", "outptu_dir: unknown key; did you mean 'output_dir'?"),
-        ("datasets.0.paht", "x", "datasets[0].paht: unknown key; did you mean 'path'?"),
+        ("datasets.0.paht", "x", "datasets.d.paht: unknown key; did you mean 'path'?"),
         (
             "learning_rate",
             1.0,
@@ -98,17 +98,17 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "adapters.0.bf16",
             True,
-            "adapters[0].bf16: unknown key here; it belongs at the top level of the config",
+            "adapters.a.bf16: unknown key here; it belongs at the top level of the config",
         ),
         ("defaults.lora", {}, "defaults.lora: unknown key here; it belongs under an adapter"),
         ("adapters", [], "adapters: must not be empty"),
-        ("adapters.0.lora.r", 0, "adapters[0].lora.r: must be at least 1, got 0"),
-        ("adapters.0.lora.r", "4", "adapters[0].lora.r: must be a whole number, got '4'"),
-        ("adapters.0.lora.r", 2**31, "adapters[0].lora.r: must be below 2147483648, got 2147483648"),
+        ("adapters.0.lora.r", 0, "adapters.a.lora.r: must be at least 1, got 0"),
+        ("adapters.0.lora.r", "4", "adapters.a.lora.r: must be a whole number, got '4'"),
+        ("adapters.0.lora.r", 2**31, "adapters.a.lora.r: must be below 2147483648, got 2147483648"),
         (
             "adapters.0.lora.rank_pattern",
             {"q_proj": 0},
-            "adapters[0].lora.rank_pattern.q_proj: must be at least 1, got 0",
+            "adapters.a.lora.rank_pattern.q_proj: must be at least 1, got 0",
         ),
         ("adapters.0.lora.lora_dropout", 1, "lora.lora_dropout: must be below 1, got 1"),
         ("adapters.0.lora.lora_dropout", -0.1, "lora.lora_dropout: must be at least 0, got -0.1"),
@@ -127,7 +127,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ("adapters.0.lora.peft_type", "IA3", "lora.peft_type: is not a setting of a run; remove this key"),
         ("adapters.0.name", "a/b", "adapters[0].name: 'a/b' is not a plain name"),
         ("adapters.0.name", "..", "adapters[0].name: '..' is not a plain name"),
-        ("adapters.0.name", "__base__", "adapters[0].name: '__base__' is reserved"),
+        ("adapters.0.name", "__base__", "adapters.__base__.name: '__base__' is reserved"),
         ("adapters.0.name", "b", "adapters: the name 'b' is used twice"),
         ("adapters.0.name", "B", "adapters: 'B' and 'b' differ by case only"),
         ("defaults.max_steps", 10**9 + 1, "max_steps: must be at most 1000000000, got 10000"),
@@ -137,17 +137,17 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         ("defaults.gradient_accumulation_steps", 10**12, "steps: must be at most 1000000000"),
         ("adapters.0.lora.lora_alpha", 0, "lora.lora_alpha: must not be 0"),
         ("adapters.0.lora.alpha_pattern", {"q_proj": 0}, "lora.alpha_pattern.q_proj: must not be 0"),
-        ("adapters.0.lora", None, "adapters[0]: needs lora (PEFT's LoraConfig fields) or init_from"),
-        ("adapters.0.dataset", "x", "adapters[0].dataset: no dataset is named 'x'; datasets: d"),
-        ("adapters.0.eval_steps", 5, "adapters[0]: eval_steps needs an eval_dataset"),
+        ("adapters.0.lora", None, "adapters.a: needs lora (PEFT's LoraConfig fields) or init_from"),
+        ("adapters.0.dataset", "x", "adapters.a.dataset: no dataset is named 'x'; datasets: d"),
+        ("adapters.0.eval_steps", 5, "adapters.a: eval_steps needs an eval_dataset"),
         ("adapters.0.load_best_model_at_end", True, "load_best_model_at_end needs an eval_dataset"),
         ("adapters.0.load_best_model_at_end", "best", "load_best_model_at_end: must be true or false"),
         ("adapters.0.metric_for_best_model", "loss", "metric_for_best_model needs an eval_dataset"),
         ("adapters.0.greater_is_better", True, "greater_is_better needs metric_for_best_model or load_best"),
         ("adapters.0.load_best_model_at_ends", True, "unknown key; did you mean 'load_best_model_at_end'?"),
-        ("adapters.0.priority", 0.5, "adapters[0].priority: must be a whole number, got 0.5"),
-        ("adapters.0.max_steps", 0, "adapters[0].max_steps: must be at least 1, or -1"),
-        ("adapters.0.max_steps", 10**400, "adapters[0].max_steps: must be at most 10000"),
+        ("adapters.0.priority", 0.5, "adapters.a.priority: must be a whole number, got 0.5"),
+        ("adapters.0.max_steps", 0, "adapters.a.max_steps: must be at least 1, or -1"),
+        ("adapters.0.max_steps", 10**400, "adapters.a.max_steps: must be at most 10000"),
         ("adapters.0.num_train_epochs", 1e300, "num_train_epochs: must be at most 10000"),
         ("adapters.0.num_train_epochs", float("inf"), "num_train_epochs: must be at most"),
         ("defaults.learning_rate", "fast", "defaults.learning_rate: must be a number"),
@@ -170,7 +170,7 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "defaults.assistant_only_loss",
             True,
-            "adapters[0].assistant_only_loss: needs a dataset of format messages or sharegpt or prompt",
+            "adapters.a.assistant_only_loss: needs a dataset of format messages or sharegpt or prompt",
         ),
         (
             "scheduler.policy",
@@ -259,14 +259,14 @@ def test_missing_keys_are_named(tmp_path: Path, base: dict) -> None:
     del base["output_dir"], base["adapters"][0]["dataset"]
     assert lines_of(tmp_path, base) == [
         "run.yaml: output_dir: is missing",
-        "run.yaml: adapters[0].dataset: is missing",
+        "run.yaml: adapters.a.dataset: is missing",
     ]
 
 
 def test_exact_match_needs_prompts(tmp_path: Path, base: dict) -> None:
     base["adapters"][0] |= {"eval_dataset": "d", "eval_exact_match": True}
     assert (
-        "adapters[0].eval_exact_match: needs an eval_dataset of format prompt_completion"
+        "adapters.a.eval_exact_match: needs an eval_dataset of format prompt_completion"
         in lines_of(tmp_path, base)[0]
     )
 
@@ -276,7 +276,7 @@ def test_numbers_beyond_a_float_are_refused(tmp_path: Path, base: dict) -> None:
     base["adapters"][0]["lora"]["lora_alpha"] = 10**400
     found = lines_of(tmp_path, base)
     assert [line.partition(" must be ")[0] for line in found] == [
-        "run.yaml: adapters[0].lora.lora_alpha:",
+        "run.yaml: adapters.a.lora.lora_alpha:",
         "run.yaml: scheduler.memory_limit:",
     ]
 

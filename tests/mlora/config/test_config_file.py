@@ -83,8 +83,8 @@ def test_faults_of_an_override_name_it(tmp_path: Path, base: dict) -> None:
     with pytest.raises(RunError) as error:
         load_config(write(tmp_path, base | {"sede": 1}), overrides)
     assert sorted(str(error.value).splitlines()) == [
-        "--set adapters.b.lora.r=0: adapters[1].lora.r: must be at least 1, got 0",
-        "--set adapters[0].lora.rank_pattern.q_proj=x: adapters[0].lora.rank_pattern.q_proj: must be a whole "
+        "--set adapters.b.lora.r=0: adapters.b.lora.r: must be at least 1, got 0",
+        "--set adapters[0].lora.rank_pattern.q_proj=x: adapters.a.lora.rank_pattern.q_proj: must be a whole "
         "number, got 'x'",
         "--set defaults.max_steps=many: defaults.max_steps: must be a whole number, got 'many'",
         f"{tmp_path}/run.yaml: sede: unknown key; did you mean 'seed'?",
