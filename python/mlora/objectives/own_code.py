@@ -13,7 +13,7 @@ import torch
 
 
 def is_own_failure(error: BaseException) -> bool:
-    """Whether users' code has failed: not Ctrl-C, nor a signal's handler, whose error is a SystemExit's kind."""
+    """Whether users' code has failed: not Ctrl-C, nor a signal's handler (a kind of SystemExit)."""
     return type(error) is SystemExit or not isinstance(error, KeyboardInterrupt | SystemExit)
 
 
