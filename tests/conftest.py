@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    use_own_cache(config)
     gc.disable()  # until all is collected: modules and tests stay, and to search them for garbage takes time
     threads = config.getoption("threads")
     torch.set_num_threads(threads)
@@ -69,6 +71,16 @@ def little_to_collect() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+def use_own_cache(config: pytest.Config) -> None:
+    """What runs keep for the machine is read and written in a folder of these tests, not in the user's."""
+    folder = tempfile.TemporaryDirectory(prefix="mlora-tests-cache-")
+    config.add_cleanup(folder.cleanup)
+    user = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    os.environ["XDG_CACHE_HOME"] = folder.name
+    for name, variable in (("matplotlib", "MPLCONFIGDIR"), ("huggingface", "HF_HOME")):
+        os.environ.setdefault(variable, str(user / name))
 
 
 def use_cpu_isa(name: str) -> None:

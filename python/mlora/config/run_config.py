@@ -113,8 +113,8 @@ class RunConfig(Strict):
     )
     base_gemm: Literal["aten", "onednn"] | None = Field(
         default=None,
-        description="Library that multiplies by the frozen weights on a CPU; null: measured at the start,"
-        " because rounding depends on it.",
+        description="Library that multiplies by the frozen weights on a CPU; null: the faster one, measured "
+        "by the machine's first run. Rounding depends on it.",
     )
     pack_base: bool = Field(
         default=False,

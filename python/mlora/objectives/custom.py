@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import inspect
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from mlora.errors import spelt_alike, unknown_option, unknown_value
 from mlora.objectives.loss_folder import said_by
 from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
 from mlora.objectives.options import ObjectiveError, Takes
+from mlora.objectives.own_code import TorchSettings, is_own_failure
 from mlora_ext.out_of_memory import is_out_of_memory
 
 LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
@@ -24,24 +29,34 @@ class LossError(RuntimeError):
 
 
 class FailuresOfLoss:
-    """Raises whatever an objective raises as a LossError that names it.
+    """Raises whatever an objective raises, or changes of torch's settings, as a LossError that names it.
 
-    A loss of one's own may raise anything, or call `sys.exit`. Errors of memory pass as they are: they
-    concern the whole run.
+    Errors of memory in mlora's own objectives pass as they are: they concern the whole run. A loss of one's
+    own has small tensors, so its errors of memory are its own. Its random numbers of torch depend on nothing
+    but `rows`, so neither batch-mates nor a resume change them.
     """
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, rows: LogProbs | None = None) -> None:
         self._name, self._place = type(objective).__name__, None
+        self._own, self._rows = not type(objective).__module__.startswith("mlora."), rows
         if isinstance(objective, CustomLoss):
-            self._name, self._place = objective.name, objective.place
+            self._name, self._place, self._own = objective.name, objective.place, True
 
     def __enter__(self) -> None:
-        pass
+        self._settings, self._random = TorchSettings(), ExitStack()
+        if self._own and self._rows is not None and not isinstance(self._rows.log_p, FakeTensor):
+            log_p = self._rows.log_p.detach()
+            self._random.enter_context(torch.random.fork_rng([log_p.device] if log_p.is_cuda else []))
+            torch.manual_seed(zlib.crc32(log_p.cpu().numpy().tobytes()))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # exactly SystemExit: a signal's handler raises a class of its own
-        own = isinstance(error, Exception) or type(error) is SystemExit
-        if error is None or not own or isinstance(error, LossError) or is_out_of_memory(error):
+        self._random.close()
+        changed = self._settings.put_back()
+        if error is None and changed:
+            raise LossError(f"objective: {self._name} failed: {changed}{_where(None, self._place)}")
+        if error is None or isinstance(error, LossError) or not is_own_failure(error):
+            return
+        if is_out_of_memory(error) and not self._own:
             return
         reason = f"{type(error).__name__}: {said_by(error)}{_meant(error)}{_where(error, self._place)}"
         raise LossError(f"objective: {self._name} failed: {reason}") from error

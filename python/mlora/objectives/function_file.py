@@ -105,11 +105,17 @@ class _FailuresOfImport:
         self._name, self._folder = name, folder
 
     def __enter__(self) -> None:
-        pass
+        from mlora.objectives.own_code import TorchSettings
+
+        self._settings = TorchSettings()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # exactly SystemExit: a signal's handler raises a class of its own
-        if error is None or not (isinstance(error, Exception) or type(error) is SystemExit):
+        from mlora.objectives.own_code import is_own_failure
+
+        changed = self._settings.put_back()
+        if error is None and changed:
+            raise ObjectiveError(f"{self._name}: cannot be imported: {changed}", ("name",))
+        if error is None or not is_own_failure(error):
             return
         reason = said_by(error)
         if not isinstance(error, ImportError | AttributeError | OSError):

@@ -294,7 +294,7 @@ def by_objective(log_p: Tensor, owners: Owners) -> tuple[Tensor, Tensor, list[Me
         own: MetricSums = {}
         fault = ""
         try:
-            with FailuresOfLoss(objective):
+            with FailuresOfLoss(objective, rows):
                 found = _checked(objective.loss_of(rows))
                 own = {name: _as_sum(value) for name, value in found.metrics.items()}
                 if rows.log_p.requires_grad:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mlora.cluster.device import choose_device, dtype_of
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
+from mlora.objectives.own_code import TorchSettings, is_own_failure
 from mlora.run.callback_factory import Refusals, check_given, given_callbacks, named_callbacks
 from mlora.run.logs import logs_of
 from mlora.run.reporter import Reporter
@@ -304,18 +305,22 @@ class _AdapterCallbacks:
 
 
 class _Failures:
-    """Keeps what a callback raises as its adapter's failure. Errors of memory concern the whole run."""
+    """Keeps what a callback raises, or changes of torch's settings, as its adapter's failure.
+
+    Errors of memory concern the whole run.
+    """
 
     def __init__(self, owner: _AdapterCallbacks, who: str, event: str) -> None:
         self._owner, self._who, self._event = owner, who, event
 
     def __enter__(self) -> None:
-        pass
+        self._settings = TorchSettings()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: Any) -> bool:
-        # exactly SystemExit: a signal's handler raises a class of its own
-        own = isinstance(error, Exception) or type(error) is SystemExit
-        if error is None or not own or is_out_of_memory(error):
+        changed = self._settings.put_back()
+        if error is None and changed:
+            self._owner.failure = f"{self._who} failed in {self._event}: {changed}"
+        if error is None or not is_own_failure(error) or is_out_of_memory(error):
             return False
         place = traceback.extract_tb(trace)[-1]
         reason = f"{type(error).__name__}: {first_line(error)}, in {place.filename}:{place.lineno}"

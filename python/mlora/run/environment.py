@@ -44,7 +44,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     """Returns what the machine of stage 0 is; sizes in bytes."""
     found: dict[str, Any] = {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cpu": _cpu(),
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": str(device),
@@ -55,7 +55,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def _cpu() -> str:
+def processor() -> str:
     """Returns the processor's name; Linux has it in a file."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():

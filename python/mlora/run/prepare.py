@@ -35,6 +35,7 @@ from mlora.queue.submission import submitted
 from mlora.run.callback_factory import check_callbacks
 from mlora.run.decisions import Decisions
 from mlora.run.inputs import check_inputs, check_sweep, inputs_of_sweep
+from mlora.run.machine_choice import base_gemm_of_machine
 from mlora.run.preflight import check_blocks, check_folders
 from mlora.run.reporter import Reporter
 from mlora.run.stages import Member, loading_fault, stage_0
@@ -123,6 +124,9 @@ def prepare(
             trials = [] if tasks else _some_trials(config, builder, torch.device(device))
             for line in builder.warnings[told:]:
                 reporter.warn(line)
+            if config.base_gemm is None and device == "cpu":
+                library = base_gemm_of_machine(dtype_of(config), reporter)
+                config = config.model_copy(update={"base_gemm": library})
             engine = make_engine(config, tasks or trials, member, trace)
             unless_prepared.callback(engine.close)
             loaded, placed = (_used_by_base(engine), engine.base_bytes()) if measure else (0, [])
@@ -320,10 +324,8 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         )
         with ExitStack() as stack:
             stack.push(engine)
-            # stages that each measure could choose different libraries
-            library = config.base_gemm or (None if engine.alone else engine.base_gemm)
-            if library:
-                engine.base_gemm = library
+            if config.base_gemm:
+                engine.base_gemm = config.base_gemm
             stack.pop_all()
         return engine
     except (ValueError, OSError, SafetensorError) as error:

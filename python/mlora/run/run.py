@@ -106,12 +106,11 @@ def _read(config: RunConfig | Path | str) -> RunConfig:
 
 
 def _measured(prepared: Prepared) -> Prepared:
-    """Stores the base GEMM and partition in the config, so that a resumed or repeated run rounds alike."""
+    """Stores the partition in the config, so that a resumed or repeated run rounds alike."""
     config, engine = prepared.config, prepared.engine
-    update: dict[str, Any] = {"base_gemm": engine.base_gemm}
     if engine.stages > 1:
-        update["pipeline"] = config.pipeline.model_copy(update={"partition": engine.blocks})
-    prepared.config = config.model_copy(update=update)
+        pipeline = config.pipeline.model_copy(update={"partition": engine.blocks})
+        prepared.config = config.model_copy(update={"pipeline": pipeline})
     return prepared
 
 

@@ -159,6 +159,70 @@ def test_one_that_ends_python_stops_its_own_adapter(
     assert result.adapters["second"].state == "finished"
 
 
+DISTURBS = {
+    "raise MemoryError": "MemoryError: MemoryError",
+    "raise GeneratorExit": "GeneratorExit: GeneratorExit",
+    "torch.set_num_threads(torch.get_num_threads() + 1)": "it changes torch.set_num_threads for all adapters",
+    "torch.set_default_dtype(torch.float64)": "it changes torch.set_default_dtype for all adapters",
+    "torch.set_grad_enabled(False)": "it changes torch.set_grad_enabled for all adapters",
+    "torch.set_flush_denormal(True)": "it changes torch.set_flush_denormal for all adapters",
+}
+
+
+@pytest.mark.parametrize(("statement", "said"), DISTURBS.items())
+@pytest.mark.parametrize("calls", [0, 2])
+def test_one_that_disturbs_others_stops_its_own_adapter(
+    tiny_base: Path, tmp_path: Path, statement: str, said: str, calls: int
+) -> None:
+    """In its trial call and in training; the other adapter's batches of the same rows have the same bits."""
+    threads, found = torch.get_num_threads(), {}
+    for name, more in (("good", ""), ("bad", "    left.pop() if left else f()\n")):
+        own = f"{name}_{calls}_{list(DISTURBS).index(statement)}"
+        (tmp_path / f"{own}.py").write_text(
+            f"import torch\nleft = [0] * {calls}\ndef f():\n    {statement}\ndef loss(rows):\n{more}"
+            "    return -rows.sums()\n"
+        )
+        data = run_data(tiny_base, tmp_path, output_dir=str(tmp_path / name))
+        data["adapters"][0] |= {"objective": f"{own}:loss", "eval_dataset": None, "eval_steps": None}
+        data["adapters"][1]["max_steps"] = 3
+        found[name] = mlora.train(resolve_config(data, folder=tmp_path)).adapters
+    first = found["bad"]["first"]
+    assert (first.state, said in first.message) == ("stopped" if calls else "refused", True), first.message
+    assert found["bad"]["second"].state == "finished"
+    second = [[r for r in lines(tmp_path / n) if r["adapter"] == "second"][: calls - 1] for n in found]
+    assert calls == 0 or second[0] == second[1] != []
+    assert (torch.get_num_threads(), torch.get_default_dtype()) == (threads, torch.float32)
+    assert torch.is_grad_enabled()
+
+
+def test_a_file_that_changes_torch_when_it_is_imported(tiny_base: Path, tmp_path: Path) -> None:
+    (tmp_path / "faster.py").write_text(
+        "import torch\ntorch.set_default_dtype(torch.bfloat16)\ndef loss(rows): ...\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"objective": "faster:loss"}
+    with pytest.raises(RunError, match=r"faster\.py:loss: .* it changes torch.set_default_dtype for all"):
+        resolve_config(data, folder=tmp_path)
+
+
+def test_random_numbers_depend_on_the_rows_alone(tiny_base: Path, tmp_path: Path) -> None:
+    """Neither the other adapter's random loss, nor the process's random numbers, nor a resume change them."""
+    (tmp_path / "noisy.py").write_text(
+        "import torch\ndef loss(rows, more=0):\n    sums = rows.sums()\n    torch.rand(more)\n"
+        "    return -sums * (1 + 0.1 * torch.rand(len(sums)))\n"
+    )
+    data = run_data(tiny_base, tmp_path)
+    for place, adapter in enumerate(data["adapters"]):
+        adapter |= {"objective": {"name": "noisy:loss", "more": place}}
+    mlora.train(resolve_config(data | {"output_dir": str(tmp_path / "whole")}, folder=tmp_path))
+    torch.rand(7)
+    told = Watching({("first", 2): interrupt})
+    assert mlora.train(resolve_config(data, folder=tmp_path), reporter=told).status == "interrupted"
+    torch.rand(3)
+    assert resume(tmp_path / "run").status == "finished"
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
 def test_a_file_that_ends_python_when_it_is_imported(tiny_base: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys\nsys.exit('usage: script DATA')\n")
     data = run_data(tiny_base, tmp_path)

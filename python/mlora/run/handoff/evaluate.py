@@ -231,6 +231,8 @@ def _measure(
         engine = stack.enter_context(
             Engine(config.base_model, device=device, dtype=dtype, quantization=config.quantization)
         )
+        if config.base_gemm and device == "cpu":  # rounds as the run does
+            engine.base_gemm = config.base_gemm
         for task in tasks:
             engine.create_adapter(
                 task.name, None, task.optim, objective=task.config.objective, init_from=task.config.init_from

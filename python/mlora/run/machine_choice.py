@@ -1,0 +1,104 @@
+"""The library of the frozen product on a CPU: measured once on a machine, then the same for all its runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from mlora.errors import first_line
+from mlora.run.environment import processor
+from mlora.run.reporter import Reporter
+from mlora_ext.frozen.base_gemm import serves
+
+
+def base_gemm_of_machine(dtype: torch.dtype, reporter: Reporter) -> str | None:
+    """Returns the library that this machine's runs multiply with; None if there is no choice for the dtype.
+
+    The first run measures, and keeps the result in a file of the user's cache folder. Runs that begin at the
+    same time agree on the first file. `reporter` is told of the choice and its file.
+    """
+    if not serves(torch.empty(0, dtype=dtype)):
+        return None
+    facts = {
+        "processor": processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    library = None
+    try:
+        path = _cache_folder() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+        if not path.exists():
+            library = _faster(dtype)
+            _create(path, json.dumps(facts | {"base_gemm": library}, indent=1) + "\n")
+        library = _read(path)
+        reporter.note(f"base_gemm: {library}, as measured on this machine; to measure again, delete {path}")
+    except (OSError, RuntimeError, ValueError) as error:  # no home folder, a full disk, a damaged file
+        library = library or _faster(dtype)
+        reporter.warn(f"base_gemm: {library}, measured for this run only: {first_line(error)}")
+    return library
+
+
+def _cache_folder() -> Path:
+    """Returns where the XDG specification puts a user's caches; RuntimeError if the user has no home."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()) / "mlora" / "base_gemm"
+
+
+def _read(path: Path) -> str:
+    with suppress(ValueError, TypeError, KeyError):
+        if (library := json.loads(path.read_bytes())["base_gemm"]) in ("aten", "onednn"):
+            return str(library)
+    raise ValueError(f"{path} is damaged; delete it")
+
+
+def _create(path: Path, text: str) -> None:
+    """Creates a file with all of its text at once; leaves one that another run has created meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(file.name, path)
+
+
+def _faster(dtype: torch.dtype) -> str:
+    """Times forward and dX with both libraries, best of 15; oneDNN must win by 30%.
+
+    The compiled operators measure in the same way, but they tell what was set before if something was.
+    """
+    x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    products: dict[str, Callable[..., object]] = {
+        "aten": lambda weight: torch.mm(x, weight.t()),
+        "onednn": partial(_onednn, x),
+    }
+    if dtype == torch.float16:  # aten converts where the processor cannot multiply
+        return "aten"
+    try:
+        products["onednn"](weight)
+    except (RuntimeError, AttributeError):  # oneDNN does not serve this processor, or torch has none
+        return "aten"
+    best = dict.fromkeys(products, float("inf"))
+    for _ in range(15):
+        for name, product in products.items():
+            begun = time.perf_counter()
+            product(weight)
+            product(weight.t())
+            best[name] = min(best[name], time.perf_counter() - begun)
+    return "onednn" if 1.3 * best["onednn"] < best["aten"] else "aten"
+
+
+def _onednn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return found
