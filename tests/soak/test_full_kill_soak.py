@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from mlora.files.checkpoint import load_checkpoint
+from mlora.files.run_folder import RunFolder
 from mlora.files.state_files import lost_file
 
 from tests.mlora.offload.full_runs import assert_same, full_data
@@ -49,7 +50,7 @@ class KilledFull(Killed):
         super().check_files()
         told: list[str] = []
         states = self.folder / "states"
-        load_checkpoint(self.folder / "checkpoints", told.append, partial(lost_file, states))
+        load_checkpoint(self.folder / "checkpoints", told.append, partial(lost_file, RunFolder(self.folder)))
         assert not told
         assert not list((self.folder.parent / "scratch").iterdir())
         assert len(list(states.glob("*"))) <= 4  # two checkpoints, one on its way, and one cut short

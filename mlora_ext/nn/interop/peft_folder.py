@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -33,6 +34,8 @@ def save_adapter(
     name: str,
     folder: str | os.PathLike[str],
     weights: Mapping[str, Tensor] | None = None,
+    *,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes an adapter as a folder that `PeftModel.from_pretrained` loads.
 
@@ -48,6 +51,7 @@ def save_adapter(
         folder: to write.
         weights: of all the adapter's layers, under PEFT's keys, if some layers are on the meta device: the
             `adapter_state` of every process in one dict. Default: the model's own.
+        metadata: more entries of the weights' file beside its `format`; loaders ignore them.
 
     Raises:
         ValueError: if the model has no adapter of this name, `folder` is a file, or `weights` lacks a tensor,
@@ -58,7 +62,7 @@ def save_adapter(
         >>> save_adapter(model, "a", "out/a")
         >>> PeftModel.from_pretrained(base, "out/a")
     """
-    write_folder(model, name, folder, weights, resized_embeddings(model))
+    write_folder(model, name, folder, weights, resized_embeddings(model), metadata)
     warn_of_unsaid(model)
 
 
@@ -68,6 +72,7 @@ def write_folder(
     folder: str | os.PathLike[str],
     weights: Mapping[str, Tensor] | None,
     embeddings: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Does `save_adapter` with these embeddings, `{"model.embed_tokens.weight": [vocabulary, d]}`.
 
@@ -85,7 +90,7 @@ def write_folder(
     scratch = target.parent / f".{target.name}.{secrets.token_hex(8)}"
     scratch.mkdir()
     try:
-        _write(model, name, scratch, state)
+        _write(model, name, scratch, state, metadata or {})
         _move_into(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -204,12 +209,13 @@ def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor])
     return state
 
 
-def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save
-
+def _write(
+    model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
     adapter_config(model, name).save_pretrained(str(folder))
     # Written here and not by safetensors, so that a full disk is an OSError.
-    (folder / WEIGHTS).write_bytes(save(dict(state), metadata={"format": "pt"}))
+    with open(folder / WEIGHTS, "wb") as out:
+        out.writelines(weights_file(state, metadata))
     labels = label_file(router_of(model).adapters[name].config)
     if labels is not None:
         (folder / LABELS).write_text(labels, encoding="utf-8")
@@ -219,6 +225,21 @@ def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor
     for file in folder.iterdir():
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
+
+
+def weights_file(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, memoryview]:
+    """Returns the content of a safetensors file in two pieces, the same bytes each time.
+
+    safetensors itself writes several entries of metadata in any order.
+    """
+    from safetensors.torch import save
+
+    content = save(dict(state))
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = {"__metadata__": {**metadata, "format": "pt"}, **json.loads(content[8:begin])}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, memoryview(content)[begin:]
 
 
 def _move_into(scratch: Path, target: Path) -> None:

@@ -76,7 +76,7 @@ def generate(
         folders |= of_checkpoints(source, adapter or [], stack)
         import torch
 
-        from mlora.model.base_info import BaseInfo
+        from mlora.model.base_info import BaseInfo, doubt_of_base
         from mlora.model.generation import sampling
 
         draw = sampling(temperature, top_p, top_k)
@@ -90,6 +90,9 @@ def generate(
         classifiers, unserved = by_answer(wanted)
         chosen = served(chosen, unserved, wanted, asked=adapter or [])
         wanted = {name: folder for name, folder in wanted.items() if name in chosen}
+        for name, folder in wanted.items():
+            if doubt := doubt_of_base(folder, base):
+                print(f"warning: {name}: {doubt}", file=sys.stderr)
         check_prompts(tokens, base.max_positions, completed=any(name not in classifiers for name in chosen))
         if base_model and (base.quantization or os.path.isfile(source / "config.yaml")):
             quantization = None

@@ -55,6 +55,8 @@ def export(
         done = export_adapter(run_dir, adapter, checkpoint=checkpoint, portable=portable, output=output)
         print(f"exported: {done.folder} ({done.weights.told})")
         print_lines(done.served)
+        for line in done.warnings:
+            print(f"warning: {line}", file=sys.stderr)
 
 
 def merge(

@@ -31,6 +31,7 @@ from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_th
 from mlora.engine.start_beside import put_start_beside
 from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
+from mlora.model.base_info import DIGEST, BaseInfo
 from mlora.model.labels import label_objective
 from mlora.model.pretrained import skeleton
 from mlora.model.stored_quantization import write_quantization
@@ -107,6 +108,7 @@ class Engine(Batcher):
         blocks: the number of decoder blocks of each stage, if there are several stages.
         alone: whether there is only one stage, in this process, so that `model` is whole.
         source: the base model as it was given.
+        base_digest: tells the base model's files from others; None for a model that was in memory.
         registry: a model that knows the config, layers and shapes of all adapters, including those of other
             replicas.
         memory: what the limit leaves, and what adapters need of it; None = there is no limit.
@@ -169,6 +171,8 @@ class Engine(Batcher):
         self._last = group.last
         self._base = self._part.base
         self.model, self.source = self._base.model, base_model
+        own = isinstance(base_model, PreTrainedModel)
+        self.base_digest = None if own else BaseInfo(os.fspath(cast(str, base_model))).digest
         self.alone = self.stages * self.replicas == 1
         self.registry: PreTrainedModel = self.model
         if self.replicas > 1:  # without any weight, so that adapters on it take no memory
@@ -636,6 +640,8 @@ class Engine(Batcher):
     ) -> None:
         """Writes an adapter as a PEFT folder; `quantization.json` in it says how the base is quantised.
 
+        The metadata of the weights' file holds `base_digest`.
+
         Args:
             name: of the adapter.
             folder: the folder to write.
@@ -648,7 +654,8 @@ class Engine(Batcher):
             OSError: if the folder cannot be written.
         """
         weights = self.weights(name) if weights is None else weights
-        mlora_ext.save_adapter(self.registry, name, folder, weights)
+        told = {} if self.base_digest is None else {DIGEST: self.base_digest}
+        mlora_ext.save_adapter(self.registry, name, folder, weights, metadata=told)
         if self._quantization is not None:  # else `save_adapter` has said what there is to say
             write_quantization(folder, self._quantization)
 

@@ -82,9 +82,9 @@ class FullEngine(Engine):
         self._flush(name)
         file = full_file(name, adapter.steps)
         path = self.folder / file
-        (counts,) = self._control("save_state", name, {"file": str(path)})
+        (saved,) = self._control("save_state", name, {"file": str(path)})
         (state,) = self._control("state", name)
-        return {**state, **adapter.state_dict(), "file": file, "bytes": path.stat().st_size, "counts": counts}
+        return {**state, **adapter.state_dict(), **saved, "file": file, "bytes": path.stat().st_size}
 
     def load_state_dict(self, name: str, state: Mapping[str, Any]) -> None:
         """Continues the task from `state_dict`.

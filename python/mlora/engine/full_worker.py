@@ -245,8 +245,7 @@ class FullWorker(StageWorker):
             if key in state["gradients"]:
                 parameter.grad = state["gradients"][key].to(parameter.dtype).clone()
 
-    def _save_state(self, name: str, file: str) -> dict[str, int]:
-        """Writes weights and moments to a file; returns the updates made of each Parameter."""
+    def _save_state(self, name: str, file: str) -> dict[str, Any]:
+        """Writes weights and moments to a file; returns its CRC-32 and the updates made of each Parameter."""
         adamw = self._full(name).adamw
-        adamw.save_file(Path(file))
-        return adamw.counts
+        return {"crc32": adamw.save_file(Path(file)), "counts": adamw.counts}

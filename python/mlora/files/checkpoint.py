@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mlora.errors import RunError, first_fault
 from mlora.files.disk import read_tensors, write_tensors
 
 PATTERN = re.compile(r"step-(\d{8})\.pt")
 FORMAT = 12
+_OF_STATE = ("gradients", "units", "rows", "updates", "steps", "scaler")
+_OF_ADAPTER, _OF_MODEL = ("weights", "moments", "dropout_seed"), ("counts",)
 
 
 class _Payload(BaseModel):
@@ -31,6 +33,21 @@ class _Payload(BaseModel):
     tasks: dict[str, dict[str, Any]]
     total_steps: dict[str, int]
     adapters: dict[str, dict[str, Any]]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> _Payload:
+        """Refuses a checkpoint that lacks a task, or part of an adapter's state."""
+        for name in {**self.tasks, **self.total_steps}:
+            if name not in self.tasks or name not in self.total_steps:
+                raise ValueError(f"lacks {'tasks' if name in self.total_steps else 'total_steps'}.{name}")
+        for name in self.decisions["admission"]["slots"]:
+            if name not in self.adapters and self.tasks.get(name, {}).get("state") == "running":
+                raise ValueError(f"lacks adapters.{name}")
+        for name, state in self.adapters.items():
+            for key in (*_OF_STATE, *(_OF_MODEL if "file" in state else _OF_ADAPTER)):
+                if key not in state:
+                    raise ValueError(f"lacks adapters.{name}.{key}")
+        return self
 
 
 def checkpoint_name(iteration: int) -> str:
@@ -60,20 +77,18 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if PATTERN.fullmatch(path.name))
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Reads one checkpoint; its tensors are read from the file when they are used.
+class _OtherVersion(RunError):
+    """A checkpoint was written by another version of mlora."""
 
-    Raises RunError if it cannot be read, or is not a checkpoint of this version.
+
+def read_checkpoint(path: Path, *, mmap: bool = True) -> dict[str, Any]:
+    """Reads one checkpoint; with `mmap`, its tensors are read from the file when they are used.
+
+    Raises RunError if it is damaged, is short of a key, or is not a checkpoint of this version.
     """
-    payload: dict[str, Any] = read_tensors(path, mmap=True)
-    _check(path, payload)
-    return payload
-
-
-def _check(path: Path, payload: Any) -> None:
-    """Raises RunError if the content of a file is not a checkpoint of this version."""
+    payload: dict[str, Any] = read_tensors(path, mmap=mmap)
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
-        raise RunError(
+        raise _OtherVersion(
             f"{path}: was written by another version of mlora; use that one, or train anew with "
             "`mlora train RUN.yaml --overwrite`"
         )
@@ -81,6 +96,7 @@ def _check(path: Path, payload: Any) -> None:
         _Payload.model_validate(payload)
     except ValidationError as error:
         raise RunError(f"{path}: is not a checkpoint of a run: {first_fault(error)}") from error
+    return payload
 
 
 def load_checkpoint(
@@ -88,27 +104,29 @@ def load_checkpoint(
     warn: Callable[[str], None],
     lacks: Callable[[Mapping[str, Any]], str | None] = lambda checkpoint: None,
 ) -> dict[str, Any] | None:
-    """Loads the newest checkpoint that can be read, on the CPU; None if there are no checkpoints.
+    """Loads the newest whole checkpoint, on the CPU; None if there are no checkpoints.
 
-    `warn` is told of each one that cannot be read, or that `lacks` something: it says what is wrong with
-    another file of the checkpoint. RunError if none is whole, or if the newest readable file is not a
-    checkpoint of this version.
+    `lacks` says what is wrong with another file that a checkpoint counts on. `warn` is told of each
+    checkpoint that is left out. RunError if none is whole, or if the newest readable file is not a checkpoint
+    of this version.
     """
-    paths = list_checkpoints(folder)
-    for path in reversed(paths):
-        before = "" if path == paths[0] else "; trying the one before"
+    faults: list[str] = []
+    for path in reversed(list_checkpoints(folder)):
+        if faults:
+            warn(f"{faults[-1]}; trying the one before")
         try:
-            payload: dict[str, Any] = read_tensors(path)
+            payload = read_checkpoint(path, mmap=False)
+        except _OtherVersion:
+            raise
         except RunError as error:
-            warn(f"{error}{before}")
+            faults.append(str(error))
             continue
-        _check(path, payload)
-        if (lacking := lacks(payload)) is not None:
-            warn(f"{path}: {lacking}{before}")
-            continue
-        return payload
-    if paths:
+        if (lacking := lacks(payload)) is None:
+            return payload
+        faults.append(f"{path}: {lacking}")
+    if faults:
         raise RunError(
-            f"{folder}: no checkpoint can be read; train anew with `mlora train RUN.yaml --overwrite`"
+            f"{faults[-1]}; no checkpoint is whole; put the file back, or train anew with `mlora train "
+            "RUN.yaml --overwrite`"
         )
     return None

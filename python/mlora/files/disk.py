@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import IO, Any
 
 from mlora.durable import sync_path
 from mlora.errors import RunError
+
+_PIECE = 1 << 20  # bytes of one read
 
 
 @contextmanager
@@ -58,19 +61,51 @@ def write_tensors(path: Path, content: Mapping[str, Any]) -> None:
 def read_tensors(path: Path, *, mmap: bool = False) -> Any:
     """Loads a file of `write_tensors` on the CPU. RunError, whose cause is the original error, if it fails.
 
-    `mmap` reads tensors only when they are used.
+    All of the file is compared with its checksums first. `mmap` reads tensors into memory only when they are
+    used.
     """
-    import pickle
-    import zipfile
-
     import torch
 
-    try:
-        with open(path, "rb") as file:
-            if not zipfile.is_zipfile(file):  # torch takes other bytes for an old format, and fails later
-                raise EOFError
+    with _reading(path):
+        _check(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+
+
+def check_tensors(path: Path) -> None:
+    """Raises RunError as `read_tensors` if a file is missing or differs from its checksums."""
+    with _reading(path):
+        _check(path)
+
+
+def _check(path: Path) -> None:
+    """Raises an error unless a zip holds what was written; torch itself does not compare checksums."""
+    import zipfile
+
+    with zipfile.ZipFile(path) as archive:
+        # torch takes an entry with attributes for a folder, and leaves its tensor uninitialised
+        if any(entry.external_attr for entry in archive.infolist()) or archive.testzip():
+            raise EOFError
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    import pickle
+    from zipfile import BadZipFile
+
+    damaged = (RuntimeError, EOFError, ValueError, pickle.UnpicklingError, BadZipFile, zlib.error)
+    try:
+        yield
+    except (OSError, *damaged) as error:
         # EINVAL: torch seeks before the start of a file that was cut short
         named = isinstance(error, OSError) and error.errno != errno.EINVAL and error.strerror
         raise RunError(f"{path}: cannot be read: {named or 'it is damaged or incomplete'}") from error
+
+
+def checksum_of(path: Path, size: int | None = None) -> int:
+    """Returns the CRC-32 of a file, or of its first `size` bytes. Raises OSError."""
+    found = 0
+    with open(path, "rb") as file:
+        left = os.fstat(file.fileno()).st_size if size is None else size
+        while left and (piece := file.read(min(left, _PIECE))):
+            found, left = zlib.crc32(piece, found), left - len(piece)
+    return found

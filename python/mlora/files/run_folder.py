@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -22,7 +23,7 @@ from mlora.config.config_file import dump_config, load_config
 from mlora.config.run_config import RunConfig
 from mlora.config.strict import shown
 from mlora.errors import RunError, first_fault, first_line
-from mlora.files.disk import os_errors, write_file
+from mlora.files.disk import checksum_of, os_errors, write_file
 from mlora.tasks.result import AdapterResult
 
 _OF_ADAPTER = (
@@ -147,7 +148,13 @@ class RunFolder:
         return any(path != self.metrics or path.stat().st_size for path in self.path.iterdir())
 
     def take(self) -> Metrics:
-        """Makes the folder, takes its lock, and returns the run's metrics with their content."""
+        """Makes the folder, takes its lock, and returns the run's metrics with their content.
+
+        Raises RunError if a folder of states is a link: another run may use what it leads to.
+        """
+        for own in (self.checkpoints, self.states, self.finished):
+            if own.is_symlink():
+                raise RunError(f"{own}: is a link to {own.resolve()}; move that folder here, in its place")
         with os_errors(f"output_dir: {self.path} cannot be made"):
             self.path.mkdir(parents=True, exist_ok=True)
         return Metrics(self.metrics)
@@ -239,7 +246,13 @@ class RunFolder:
 
 
 class Metrics:
-    """``metrics.jsonl``, open for appending and locked while a run is at work; one process at a time."""
+    """``metrics.jsonl``, open for appending and locked while a run is at work; one process at a time.
+
+    Attributes:
+        checksum: the CRC-32 of the lines so far, once the file was cut.
+    """
+
+    checksum = 0
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -256,14 +269,10 @@ class Metrics:
         return os_errors(f"{self._path}: cannot be written")
 
     def cut(self, size: int) -> None:
-        """Keeps only the first `size` bytes; RunError if the file is shorter."""
-        if os.fstat(self._file.fileno()).st_size < size:
-            raise RunError(
-                f"{self._path}: is shorter than its checkpoint says; train anew with "
-                "`mlora train RUN.yaml --overwrite`"
-            )
+        """Keeps only the first `size` bytes."""
         with self._writing():
             self._file.truncate(size)
+            self.checksum = checksum_of(self._path)
 
     def write(self, **record: Any) -> None:
         """Appends one object as a line."""
@@ -271,6 +280,7 @@ class Metrics:
         with self._writing():
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.checksum = zlib.crc32(line, self.checksum)
 
     @property
     def size(self) -> int:

@@ -5,20 +5,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlora.engine.full_engine import full_file
-from mlora.errors import RunError
+from mlora.errors import RunError, file_line
 from mlora.files.checkpoint import checkpoint_name, list_checkpoints
-from mlora.files.disk import os_errors, read_tensors
+from mlora.files.disk import check_tensors, checksum_of, os_errors, read_tensors
+from mlora.files.run_folder import RunFolder
 from mlora.tasks.task import ALIVE
+
+# with an ending: what a killed process had begun to write
+_STATE = re.compile(r"\.?([^.]+)(?:\.best|\.full)?-\d{8,}\.(?:pt|bin)(?:\.(?:.+\.)?(?:tmp|new))?")
 
 
 def best_file(name: str, step: int) -> str:
     """Returns the file name of an adapter's weights at its best evaluation; no adapter's name has a dot."""
     return f"{name}.best-{step:08d}.pt"
+
+
+def own_state(file: str, tasks: Collection[str]) -> bool:
+    """Whether a file of this name holds the state of one of these tasks, or began to be written as one."""
+    found = _STATE.fullmatch(file)
+    return found is not None and found[1] in tasks
 
 
 def files_named(checkpoint: Mapping[str, Any]) -> frozenset[str]:
@@ -41,19 +52,42 @@ def finished_files(checkpoint: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(file for files in checkpoint["decisions"].get("longer", {}).values() for file in files)
 
 
-def lost_file(folder: Path, checkpoint: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with a file of a model's weights and moments; None if they are whole."""
-    for state in checkpoint["adapters"].values():
-        if "file" not in state:
-            continue
-        path = folder / state["file"]
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            return f"{path}: {error.strerror}"
-        if size != state.get("bytes", size):
-            return f"{path}: is damaged: expected {state['bytes']} bytes, got {size}"
+def lost_file(folder: RunFolder, checkpoint: Mapping[str, Any], longer: Collection[str] = ()) -> str | None:
+    """Returns what is wrong with a file that a checkpoint counts on; None if they are all as it found them.
+
+    `longer` are ended adapters that go on, whose folders may be those of later steps. Older versions of mlora
+    wrote fewer checksums.
+    """
+    try:
+        for file in sorted(files_named(checkpoint)):
+            if file.endswith(".pt"):
+                check_tensors(folder.states / file)
+        for path, size, checksum in _checksums(folder, checkpoint, longer):
+            found = path.stat().st_size
+            if size is not None and found < size:
+                return f"{path}: is damaged: expected {size} bytes, got {found}"
+            if checksum is not None and checksum_of(path, size) != checksum:
+                return f"{path}: is damaged or was changed: its checksum differs"
+    except (RunError, OSError) as error:
+        return file_line(error) if isinstance(error, OSError) else str(error)
     return None
+
+
+def _checksums(
+    folder: RunFolder, checkpoint: Mapping[str, Any], longer: Collection[str]
+) -> Iterator[tuple[Path, int | None, int | None]]:
+    """Yields files of a run, how many of their bytes a checkpoint counts on (None: all), and the CRC-32."""
+    yield folder.metrics, checkpoint["metrics_bytes"], checkpoint.get("metrics_crc32")
+    if folder.samples.exists():
+        yield folder.samples, checkpoint.get("samples_bytes", 0), checkpoint.get("samples_crc32")
+    if checkpoint["config"].get("method") == "full":
+        kept = [folder.states / file for file in checkpoint["decisions"]["kept"].values()]
+        for state in (*checkpoint["adapters"].values(), *(read_tensors(path)["state"] for path in kept)):
+            yield folder.states / state["file"], state.get("bytes"), state.get("crc32")
+    for name, task in checkpoint["tasks"].items():
+        if name not in longer and (folder.adapters / name).is_dir():
+            for file, checksum in task.get("saved", {}).items():
+                yield folder.adapters / name / file, None, checksum
 
 
 def read_state(path: Path, key: str, stamp: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -96,16 +130,17 @@ class StateFiles:
         before = self._files_of(self._newest)  # an old checkpoint of this name stays until the new is whole
         self._named[self._newest] = frozenset(files) | before if before is not None else frozenset(files)
 
-    def prune(self) -> None:
-        """Removes files that no checkpoint needs, and the folder when it is empty."""
+    def prune(self, tasks: Collection[str]) -> None:
+        """Removes these tasks' files that no checkpoint needs, and the folder when it is empty."""
         needed = self._needed() if self._folder.is_dir() else None
         if needed is None:
             return
         with os_errors(f"{self._folder}: cannot be cleaned up"):
-            for path in self._folder.iterdir():
-                if path.name not in needed:
-                    path.unlink(missing_ok=True)
-            if not needed:
+            left = [path.name for path in self._folder.iterdir()]
+            for file in [file for file in left if file not in needed and own_state(file, tasks)]:
+                (self._folder / file).unlink(missing_ok=True)
+                left.remove(file)
+            if not left:
                 self._folder.rmdir()
 
     def drop(self, file: str) -> None:

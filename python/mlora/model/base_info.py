@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlora.config.lora_fields import build_lora
 from mlora.config.strict import is_hub_id, shown
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError, file_line, first_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 SECONDS = 5.0  # for the hub's answer
+DIGEST = "base_model_digest"
+"""The key of a base model's digest in the metadata of an adapter's weights."""
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_SAMPLE, _BLOCK = 16 << 20, 16 << 10  # bytes of the weights that a digest reads, and of one read
 
 
 class BaseInfo:
@@ -40,6 +57,23 @@ class BaseInfo:
             raise RunError(f"base_model: cannot load {name}: {reason}") from error
         self.quantization = quantization_of(name, self.config)
         self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells this model from others wherever it lies: its commit on the hub, or a digest of files.
+
+        The digest is of the config, the tokenizer, and 16 MiB of the weights, spread evenly over their files,
+        so that it costs the same for a large model and a small one. Raises RunError if a file cannot be read.
+        """
+        from transformers.utils import cached_file
+
+        folder = Path(self.name)
+        if not folder.is_dir():
+            return f"commit:{Path(str(cached_file(self.name, 'config.json'))).parent.name}"
+        try:
+            return _digest_of(folder)
+        except OSError as error:
+            raise RunError(f"base_model: {file_line(error)}") from error
 
     @property
     def vocab_size(self) -> int:
@@ -98,6 +132,50 @@ class BaseInfo:
         except ValueError as error:
             raise RunError(f"lora: {first_line(error)}") from error
         return {f"base_model.model.{layer}" for layer in layers}
+
+
+def _digest_of(folder: Path) -> str:
+    config = json.loads((folder / "config.json").read_bytes())
+    for key in ("_name_or_path", "transformers_version"):  # say nothing of what the model computes
+        config.pop(key, None)
+    found = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name in TOKENIZER:
+        if (path := folder / name).is_file():
+            found.update(f"{name} ".encode() + path.read_bytes())
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if not files:
+        return f"missing: there is no *.safetensors in {folder}"
+    sizes = {path: path.stat().st_size for path in files}
+    for path, size in sizes.items():
+        found.update(f"{path.name} {size} ".encode())
+        count = math.ceil(_SAMPLE / _BLOCK * size / sum(sizes.values())) if size else 0
+        step = max(_BLOCK, (size - _BLOCK) / max(1, count - 1))
+        with open(path, "rb") as file:
+            for place in range(min(count, math.ceil(size / _BLOCK))):
+                file.seek(round(place * step))
+                found.update(file.read(_BLOCK))
+    return f"files:{found.hexdigest()[:32]}"
+
+
+def doubt_of_base(folder: Path, base: BaseInfo) -> str | None:
+    """Returns what to warn of if an adapter's folder was written over another base model, else None.
+
+    Raises RunError if the adapter's weights cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        return None
+    try:
+        with safe_open(file, "pt") as weights:
+            told = (weights.metadata() or {}).get(DIGEST, "")
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{file}: cannot be read: {first_line(error)}") from error
+    kind = told.partition(":")[0]
+    if told == base.digest or kind != base.digest.partition(":")[0]:
+        return None
+    return f"was trained over another model than {base.name}: the weights, config or tokenizer differ"
 
 
 def check_base(name: str, folder: Path | str | None = None) -> None:

@@ -5,7 +5,6 @@ A stage's tensors are read from the checkpoint by name, never those of other sta
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,8 +27,6 @@ from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora_ext.frozen.quantized.families import family_of
 from mlora_ext.library import check_library
 from mlora_ext.nn.base_dropout import zero_base_dropout
-
-_SAMPLE = 1 << 16  # bytes
 
 
 def load_base(
@@ -197,24 +194,3 @@ def load_stage(
     with told_in_one_line(source):
         finish_reading(model)
     return cut
-
-
-def digest(source: str) -> str:
-    """Returns a short fingerprint of a model's weights, from the sizes and a few bytes of their files.
-
-    For a hub id it is the revision.
-    """
-    folder = Path(source)
-    if not folder.is_dir():
-        return Path(cached_path(source, "config.json") or "").parent.name
-    found, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
-    if not files:
-        return f"missing: there is no *.safetensors in {folder}"
-    for path in files:
-        size = path.stat().st_size
-        found.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            for place in (0, size // 2, max(0, size - _SAMPLE)):
-                file.seek(place)
-                found.update(file.read(_SAMPLE))
-    return found.hexdigest()[:16]

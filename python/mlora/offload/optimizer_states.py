@@ -6,6 +6,7 @@ then its first and its second moments (LoHan, arXiv 2403.06504, Table II).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -121,18 +122,19 @@ class OptimizerStates:
             if kept is None:
                 self.write(unit, memory).wait()
 
-    def save(self, file: File) -> None:
-        """Writes the units that are not in a file yet, and waits until all of it is on the disk."""
-        memory = buffer(self.largest)
+    def save(self, file: File) -> int:
+        """Writes all units to a new file, waits until they are on the disk, and returns the file's CRC-32."""
+        memory, checksum = buffer(self.largest), 0
         for unit in self._everything():
             content = self._memory.get(unit)
             if content is None:
-                if self._source[unit] is file:
-                    continue
                 content = memory
                 self.read(unit, content).wait()
-            self._disk.write(file, unit.offset, content, unit.nbytes).wait()
+            writing = self._disk.write(file, unit.offset, content, unit.nbytes)
+            checksum = zlib.crc32(content[: unit.nbytes].numpy().data, checksum)
+            writing.wait()
         file.sync()
+        return checksum
 
     def load(self, file: File) -> Iterator[tuple[Unit, Tensor]]:
         """Takes over the states in a file; yields each unit and its fp32 weights for a moment."""

@@ -105,10 +105,10 @@ class OutOfCoreAdamW:
         self._take_over(counts, states)
         return settings_of(Path(folder))
 
-    def save_file(self, path: Path) -> None:
-        """Writes weights and moments to one file. Raises OSError; nothing is left then."""
+    def save_file(self, path: Path) -> int:
+        """Writes weights and moments to a file; returns its CRC-32. Raises OSError; nothing is left then."""
         self._updates.finish()
-        write_states(path, self.states)
+        return write_states(path, self.states)
 
     def load_file(self, path: Path, counts: Mapping[str, int]) -> None:
         """Takes over what `save_file` wrote; raises as `load`."""

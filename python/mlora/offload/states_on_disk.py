@@ -24,8 +24,8 @@ INDEX = "optimizer.json"
 _FORMAT = 1
 
 
-def write_states(path: Path, states: OptimizerStates) -> None:
-    """Writes all states to a file, under a temporary name until it is durable.
+def write_states(path: Path, states: OptimizerStates) -> int:
+    """Writes all states to a file, under a temporary name until it is durable; returns its CRC-32.
 
     Raises OSError if the folder cannot be written or its disk lacks room; nothing is changed then.
     """
@@ -42,10 +42,11 @@ def write_states(path: Path, states: OptimizerStates) -> None:
             raise OSError(error.errno, what, str(path)) from error
         finally:
             os.close(descriptor)
-        states.save(File.create(str(temporary)))
+        checksum = states.save(File.create(str(temporary)))
         os.replace(temporary, path)
         sync_path(path.parent)
         unless_written.pop_all()
+    return checksum
 
 
 def read_states(path: Path, states: OptimizerStates, disk: Disk) -> Iterator[tuple[Unit, Tensor]]:

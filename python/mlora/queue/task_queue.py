@@ -10,21 +10,23 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mlora.errors import RunError
+from mlora.errors import RunError, first_line
 
 RequestType = Literal["submit", "cancel", "stop", "pause", "unpause"]
 VERSION = 5
 _PATIENCE = 10.0  # seconds to wait for another process's transaction
+_RESTORE = "; restore an intact copy, or train anew with `mlora train RUN.yaml --overwrite`"
 _ADVICE = {
     sqlite3.SQLITE_BUSY: "; another process is using it; try again later",
-    sqlite3.SQLITE_CORRUPT: "; restore an intact copy, or train anew with `mlora train RUN.yaml --overwrite`",
-    sqlite3.SQLITE_NOTADB: "; restore an intact copy, or train anew with `mlora train RUN.yaml --overwrite`",
+    sqlite3.SQLITE_CORRUPT: _RESTORE,
+    sqlite3.SQLITE_NOTADB: _RESTORE,
 }
 _RUN = ""  # no task has this name
 _TABLES = f"""
@@ -116,12 +118,15 @@ class TaskQueue:
     def ask(self, kind: RequestType, task: str, content: Mapping[str, Any] | None = None) -> int:
         """Adds a request and returns its number; the request is durable then."""
         with self.alone():
-            values = (kind, task, json.dumps(content or {}), time.time())
             cursor = self._connection.execute(
-                "INSERT INTO requests (kind, task, content, at) VALUES (?, ?, ?, ?)", values
+                "INSERT INTO requests (kind, task, content, at) VALUES (?, ?, ?, ?)",
+                (kind, task, "", time.time()),
             )
-        assert cursor.lastrowid is not None
-        return cursor.lastrowid
+            number = cursor.lastrowid
+            assert number is not None
+            text = _text(content or {}, number, kind, task)
+            self._connection.execute("UPDATE requests SET content = ? WHERE number = ?", (text, number))
+        return number
 
     def changed(self) -> bool:
         """Whether another process may have asked for something since the last call; takes microseconds."""
@@ -136,14 +141,16 @@ class TaskQueue:
             rows = self._connection.execute(
                 "SELECT number, kind, task, content FROM requests WHERE number > ? ORDER BY number", (after,)
             ).fetchall()
-        return [Request(number, kind, task, self._read(content)) for number, kind, task, content in rows]
+        return [
+            Request(number, kind, task, self._read(content, number, kind, task))
+            for number, kind, task, content in rows
+        ]
 
     def write_entry(self, iteration: int, entry: Mapping[str, Any]) -> None:
         """Writes down what was decided after `iteration` iterations; the entry is durable then."""
         with self.alone():
-            self._connection.execute(
-                "INSERT OR REPLACE INTO journal VALUES (?, ?)", (iteration, json.dumps(entry))
-            )
+            values = (iteration, _text(entry, iteration))
+            self._connection.execute("INSERT OR REPLACE INTO journal VALUES (?, ?)", values)
 
     def entries(self, after: int = -1) -> dict[int, dict[str, Any]]:
         """Returns what was decided after iteration `after`, by iteration, in their order."""
@@ -151,14 +158,14 @@ class TaskQueue:
             rows = self._connection.execute(
                 "SELECT iteration, entry FROM journal WHERE iteration > ? ORDER BY iteration", (after,)
             ).fetchall()
-        return {iteration: self._read(entry) for iteration, entry in rows}
+        return {iteration: self._read(entry, iteration) for iteration, entry in rows}
 
     def taken(self) -> int:
         """Returns the number of the last request that the run has taken; 0 before the first."""
         with self._told():
-            query = "SELECT entry FROM journal ORDER BY iteration DESC LIMIT 1"
+            query = "SELECT iteration, entry FROM journal ORDER BY iteration DESC LIMIT 1"
             row = self._connection.execute(query).fetchone()
-        taken = self._read(row[0]).get("taken") if row else 0
+        taken = self._read(row[1], row[0]).get("taken") if row else 0
         if not isinstance(taken, int):
             raise RunError(f"{self._path}: is damaged: a journal entry has no number 'taken'")
         return taken
@@ -172,25 +179,35 @@ class TaskQueue:
         """Publishes what `mlora status` shows: plain values of all tasks by name, and of the whole run."""
         with self.alone():
             self._connection.execute("DELETE FROM tasks")
-            rows = [(name, json.dumps(view)) for name, view in [*views.items(), (_RUN, run or {})]]
+            rows = [(name, _text(view, name)) for name, view in [*views.items(), (_RUN, run or {})]]
             self._connection.executemany("INSERT INTO tasks VALUES (?, ?)", rows)
 
     def views(self) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
         """Returns what was published last: by task, in its order, and of the whole run."""
         with self._told():
             rows = self._connection.execute("SELECT name, view FROM tasks ORDER BY rowid").fetchall()
-        views = {name: self._read(view) for name, view in rows}
+        views = {name: self._read(view, name) for name, view in rows}
         run = views.pop(_RUN, {})
         return views, run
 
-    def _read(self, text: str) -> dict[str, Any]:
+    def check(self) -> None:
+        """Raises RunError if SQLite finds that the file is damaged."""
+        with self._told():
+            (found,) = self._connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise RunError(f"{self._path}: is damaged: {first_line(found)}{_RESTORE}")
+
+    def _read(self, text: str, *keys: int | str) -> dict[str, Any]:
+        """Returns the object in a row's text if it is as `_text` made it; older rows have no checksum."""
         try:
-            found = json.loads(text)
-        except (TypeError, ValueError):
-            found = None
-        if not isinstance(found, dict):
-            raise RunError(f"{self._path}: is damaged: {text[:40]!r} is not a JSON object")
-        return found
+            body, _, checksum = text.partition("\n")
+            found = json.loads(body)
+            whole = isinstance(found, dict) and checksum in ("", _checksum(body, *keys))
+        except (TypeError, ValueError, AttributeError):
+            whole = False
+        if not whole:
+            raise RunError(f"{self._path}: is damaged: {text[:40]!r} is not what a run wrote{_RESTORE}")
+        return dict(found)
 
     def close(self) -> None:
         """Closes the file."""
@@ -203,6 +220,16 @@ class TaskQueue:
     def __exit__(self, *error: object) -> None:
         """Closes the file."""
         self.close()
+
+
+def _text(values: Mapping[str, Any], *keys: int | str) -> str:
+    """Returns the text of a row: its values as JSON, and a second line with a checksum of text and keys."""
+    text = json.dumps(values)
+    return f"{text}\n{_checksum(text, *keys)}"
+
+
+def _checksum(*parts: int | str) -> str:
+    return f"{zlib.crc32(repr(parts).encode()):08x}"
 
 
 def has_news(path: Path) -> bool:

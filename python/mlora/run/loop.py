@@ -17,6 +17,7 @@ from mlora.engine.adapter_state import BatchResult, added, means
 from mlora.engine.batcher import BatchFuture
 from mlora.errors import RunError, file_line
 from mlora.files.checkpoint_writer import CheckpointWriter
+from mlora.files.disk import checksum_of
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, read_metrics
 from mlora.files.samples import append_samples, samples_size
@@ -120,8 +121,7 @@ class TrainingLoop:
                 f"out of memory at iteration {self._run.iteration + 1}; {less_memory(self._folder.path)}"
             ) from error
         self._writer.wait()
-        for files in (self._states, self._finished):
-            files.prune()
+        self._prune()
 
     def _plan_activations(self) -> None:
         """Lets each stage plan what becomes of its activations, if the config leaves that to it."""
@@ -486,8 +486,11 @@ class TrainingLoop:
             "iteration": self._run.iteration,
             "seconds": time.monotonic() - self._began,
             "metrics_bytes": self._metrics.size,
-            "samples_bytes": samples_size(self._folder.samples),
+            "metrics_crc32": self._metrics.checksum,
+            "samples_bytes": (size := samples_size(self._folder.samples)),
+            "samples_crc32": checksum_of(self._folder.samples, size) if size else 0,
             "config": self._run.config.model_dump(),
+            "base": self._engine.base_digest,
             "decisions": self._decisions.state(self._run.iteration),
             "refused": self._table.refused,
             "data": self._data(),
@@ -499,5 +502,9 @@ class TrainingLoop:
         self._states.name(self._run.iteration, files_named(payload))
         self._finished.name(self._run.iteration, finished_files(payload))
         self._writer.start(self._run.iteration, payload, states)
+        self._prune()  # `start` has waited until the previous checkpoint is durable
+
+    def _prune(self) -> None:
+        """Removes files of states that no checkpoint needs."""
         for files in (self._states, self._finished):
-            files.prune()  # `start` has waited until the previous checkpoint is durable
+            files.prune([task.name for task in self._table.tasks])

@@ -102,6 +102,8 @@ def prepare(
     earlier = left_by_runs(torch.device(device))
     base = BaseInfo(config.base_model, config.base_folder)
     _check_base(config, base)
+    if checkpoint:
+        _check_same_base(base, checkpoint)
     sweep_inputs = inputs_of_sweep(config)
     if checkpoint:
         check_sweep(sweep_inputs, checkpoint)
@@ -169,6 +171,20 @@ def _check_base(config: RunConfig, base: BaseInfo) -> None:
         for key, reason in quantization_faults(config).items():
             raise RunError(f"{path_of(key)}: {reason}")
     check_blocks(config, base.blocks)
+
+
+def _check_same_base(base: BaseInfo, checkpoint: Mapping[str, Any]) -> None:
+    """Raises RunError if a checkpoint was written over another base model; the same one may have moved."""
+    if "base" in checkpoint:
+        same = checkpoint["base"] == base.digest
+    else:  # of an earlier version of mlora
+        same = checkpoint["config"]["base_model"] == base.name
+    if not same:
+        raise RunError(
+            f"base_model: {base.name} is not the model that the checkpoint was trained over: its weights, "
+            "config or tokenizer differ; put that model back, or train anew with `mlora train RUN.yaml "
+            "--overwrite`"
+        )
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder, device: torch.device) -> list[Task]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlora.config.config_file import apply_override, resolve_config
 from mlora.config.faults import path_of
 from mlora.config.run_config import RunConfig
-from mlora.config.strict import Location
+from mlora.config.strict import Location, shown
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder
 
 _INTERVALS = ("logging_steps", "save_steps")
 FREE = {
+    ("base_model",),
     ("output_dir",),
     ("device",),
     ("gradient_checkpointing",),
@@ -33,7 +35,10 @@ FREE = {
     ("sweep", "places"),
     ("sweep", "trials"),
 }
-"""Keys that may change before a resume, with all below them: none changes results by more than rounding."""
+"""Keys that may change before a resume, with all below them: none changes results by more than rounding.
+
+The folder of ``base_model`` may have moved; its digest must be the same.
+"""
 STEPS = {("adapters", "NAME", "max_steps"), ("defaults", "max_steps")}
 """Keys that may be raised before a resume; see `mlora.run.longer`."""
 
@@ -93,21 +98,42 @@ def _default_steps(
     return found
 
 
-def changed_key(before: Any, now: Any, location: Location = ()) -> str | None:
-    """Returns the path of the first value, outside of `FREE`, that differs, or None."""
+def changed_key(before: Any, now: Any) -> str | None:
+    """Returns the path of the first value of a config that differs and may not, or None."""
+    return next((path_of(change.location) for change in _changes(before, now) if not change.free), None)
+
+
+def changed_lines(before: Any, now: Any) -> list[str]:
+    """Returns a line for each value of a config that differs and may."""
+    return [
+        f"{path_of(change.location)} is {shown(change.now)}; at the checkpoint it was {shown(change.before)}"
+        for change in _changes(before, now)
+        if change.free and change.location != ("output_dir",)
+    ]
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A value that differs, and whether it may."""
+
+    location: Location
+    free: bool
+    before: Any
+    now: Any
+
+
+def _changes(before: Any, now: Any, location: Location = (), *, free: bool = False) -> Iterator[_Change]:
     key = tuple("NAME" if isinstance(part, int) else part for part in location)
     raised = isinstance(before, int) and isinstance(now, int) and now > max(before, 0)
-    if key in FREE or (key in STEPS and raised):
-        return None
+    free = free or key in FREE or (key in STEPS and raised)
     if not location and now.get("sweep") and before["defaults"]["max_steps"] != now["defaults"]["max_steps"]:
-        return "defaults.max_steps"  # later trials would have others than earlier ones
-    parts: Iterable[int | str] = ()
+        steps = (before["defaults"]["max_steps"], now["defaults"]["max_steps"])
+        yield _Change(("defaults", "max_steps"), False, *steps)  # later trials would have others
     if isinstance(before, dict) and isinstance(now, dict):
-        parts = [*before, *(key for key in now if key not in before)]
-        pairs = [(before.get(key), now.get(key)) for key in parts]
+        for part in {**before, **now}:
+            yield from _changes(before.get(part), now.get(part), (*location, part), free=free)
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        parts, pairs = range(len(now)), list(zip(before, now, strict=True))
-    else:
-        return None if before == now else path_of(location)
-    found = (changed_key(*pair, (*location, part)) for part, pair in zip(parts, pairs, strict=True))
-    return next(filter(None, found), None)
+        for index, pair in enumerate(zip(before, now, strict=True)):
+            yield from _changes(*pair, (*location, index), free=free)
+    elif before != now:
+        yield _Change(location, free, before, now)

@@ -10,7 +10,7 @@ from typing import Any
 from mlora.config.config_file import load_config
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
-from mlora.files.checkpoint import load_checkpoint
+from mlora.files.checkpoint import list_checkpoints, load_checkpoint, read_checkpoint
 from mlora.files.checkpoint_writer import CheckpointWriter
 from mlora.files.loss_plot import plot_losses
 from mlora.files.run_folder import Metrics, RunFolder, read_metrics
@@ -25,7 +25,7 @@ from mlora.run.loop import TrainingLoop, catch_signals
 from mlora.run.prepare import Prepared, prepare
 from mlora.run.reporter import Reporter, some
 from mlora.run.reporters import Reporters
-from mlora.run.resumed_config import changed_key, resumed_config
+from mlora.run.resumed_config import changed_key, changed_lines, resumed_config
 from mlora.run.stages import Member, check_replicas
 from mlora.run.trackers.tracked_runs import TrackedRuns
 from mlora.run.trackers.tracker import Tracker
@@ -138,8 +138,9 @@ def resume(
         The result of each adapter.
 
     Raises:
-        RunError: the folder holds no run, another process is working on the run, its data changed, a key of
-            `settings` may not change, or for a reason given at :func:`train`.
+        RunError: the folder holds no run, another process is working on the run, its data or its base model
+            changed, a key of `settings` may not change, no checkpoint is whole, or for a reason given at
+            :func:`train`.
         TypeError: `callbacks` holds no callback.
     """
     reporter = reporter or Reporter()
@@ -188,13 +189,16 @@ def _go_on(
     callbacks: Callbacks,
 ) -> RunResult:
     """Continues a run that has something left to do."""
-    checkpoint = load_checkpoint(folder.checkpoints, reporter.warn, partial(lost_file, folder.states))
+    checkpoint = load_checkpoint(folder.checkpoints, reporter.warn, partial(_lost, folder, config))
     check_replicas(config, member)
     with TaskQueue(folder.queue) as queue:
+        queue.check()
         known: dict[int, dict[str, Any]] | None
         known = journaled(queue, config, checkpoint["iteration"] if checkpoint else -1)
         if checkpoint:
             came = _came(config, folder, checkpoint, queue)
+            for line in changed_lines(checkpoint["config"], config.model_dump()):
+                reporter.note(f"{folder.config}: {line}")
             continue_longer(config, folder, checkpoint, reporter)
             reporter.note(
                 f"resuming {folder.path} at iteration {checkpoint['iteration']} "
@@ -214,6 +218,13 @@ def _go_on(
             cut_samples(folder.samples, checkpoint.get("samples_bytes", 0) if checkpoint else 0)
             prepared.decisions.begin(queue, prepared.iteration, known)
             return _run(prepared, metrics, member, callbacks, trackers)
+
+
+def _lost(folder: RunFolder, config: RunConfig, checkpoint: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with a file that a checkpoint counts on, or None."""
+    before = checkpoint["total_steps"]
+    longer = [each.name for each in config.adapters if each.max_steps > before.get(each.name, each.max_steps)]
+    return lost_file(folder, checkpoint, longer)
 
 
 def _came(
@@ -254,8 +265,19 @@ def finished_result(folder: RunFolder, config: RunConfig) -> RunResult | None:
         return None
     if has_news(folder.queue) or _more_trials(folder, config) or raised_in(config, summary):
         return None
+    if _is_damaged(folder, config):
+        return None
     adapters = {name: AdapterResult(**entry) for name, entry in summary["adapters"].items()}
     return RunResult(summary["status"], folder.path, summary["seconds"], adapters)
+
+
+def _is_damaged(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether a file of a run that has ended is not as its last checkpoint found it."""
+    try:
+        newest = [read_checkpoint(path) for path in list_checkpoints(folder.checkpoints)[-1:]]
+    except RunError:  # nothing needs it any more
+        return False
+    return any(_lost(folder, config, checkpoint) for checkpoint in newest)
 
 
 def _more_trials(folder: RunFolder, config: RunConfig) -> bool:

@@ -25,7 +25,6 @@ from mlora.engine.stage_group import StageGroup, StageOptions, stage_of_this_pro
 from mlora.engine.stage_worker import StageWorker
 from mlora.errors import RunError, file_line, first_line
 from mlora.model.base_info import BaseInfo
-from mlora.model.load import digest
 from mlora.pipeline import PipelineError, StageProcess
 from mlora.planning.measured_cut import measured_cut
 from mlora.run.preflight import check_folders
@@ -157,14 +156,15 @@ def _check_size(size: int, config: RunConfig) -> None:
 
 def facts(config: RunConfig) -> dict[str, Any]:
     """Returns the facts in which all processes of a pipeline must agree."""
-    base = BaseInfo(config.base_model, config.base_folder).config.to_dict()
+    info = BaseInfo(config.base_model, config.base_folder)
+    base = info.config.to_dict()
     base.pop("_name_or_path", None)  # the model's folder may differ between machines
     return {
         "mlora": version("mlora-ext"),
         **{name: version(name) for name in ("torch", "transformers", "peft")},
         "config": config.model_dump(mode="json", exclude=LOCAL),
         "base_model": base,
-        "base_model weights": digest(config.base_model),
+        "base_model files": info.digest,
     }
 
 

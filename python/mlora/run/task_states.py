@@ -20,10 +20,10 @@ from safetensors import SafetensorError
 from mlora.engine.engine import Engine
 from mlora.engine.put_adapter import lora_of
 from mlora.errors import RunError, first_line
-from mlora.files.disk import os_errors, write_file, write_tensors
+from mlora.files.disk import checksum_of, os_errors, write_file, write_tensors
 from mlora.files.run_folder import RunFolder
 from mlora.files.state_files import best_file, read_state
-from mlora.run.handoff.model_card import write_adapter_card
+from mlora.run.handoff.model_card import CARD, write_adapter_card
 from mlora.tasks.task import Task
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
 from mlora_ext.nn.interop.peft_folder import CONFIG
@@ -178,17 +178,11 @@ def save_result(engine: Engine, task: Task, folder: RunFolder, *, in_doubt: bool
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise RunError(f"{target}: cannot be saved: {reason}") from error
+    with os_errors(f"{target}: cannot be read"):
+        files = [path for path in target.iterdir() if path.name != CARD and path.is_file()]
+        task.progress.saved = {path.name: checksum_of(path) for path in sorted(files)}
     if (target / CONFIG).is_file():  # a model that was trained itself is no adapter
         write_adapter_card(target, task)
-
-
-def check_best_file(task: Task, folder: Path) -> None:
-    """Raises RunError if the weights of a task's best evaluation are gone."""
-    if task.kept_step is not None and not (path := _best_path(task, folder)).is_file():
-        raise RunError(
-            f"{task.name}: its weights of step {task.kept_step}, the best so far, are gone: there is no "
-            f"{path}; put it back, or train anew with `mlora train RUN.yaml --overwrite`"
-        )
 
 
 def _best_path(task: Task, folder: Path) -> Path:

@@ -16,7 +16,7 @@ from mlora.planning.task_memory import TaskMemory, memory_need
 from mlora.queue.submission import submitted
 from mlora.queue.task_queue import Request
 from mlora.run.reporter import Reporter, some
-from mlora.run.task_states import bring_back, check_best_file, restore_adapter, save_result, set_aside
+from mlora.run.task_states import bring_back, restore_adapter, save_result, set_aside
 from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import Group
@@ -285,7 +285,6 @@ class TaskTable:
         """Puts admitted tasks back on the engine, with their states from a checkpoint."""
         self.admission = admission
         for task in self.alive():
-            check_best_file(task, self.folder.states)
             if task.name in admission.slots:
                 if task.name not in adapters:
                     raise RunError(

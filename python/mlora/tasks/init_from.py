@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.config.lora_fields import build_lora
 from mlora.errors import RunError, first_line
+from mlora.model.base_info import doubt_of_base
 from mlora.model.stored_quantization import read_quantization
 from mlora_ext.nn.interop.quantization_file import PLAIN, doubt_of, method_of
 
@@ -59,6 +60,8 @@ def check_init_from(
     except ValueError as error:
         raise RunError(f"init_from: {first_line(error)}") from error
     doubts += [doubt] if doubt else []
+    if not other and (files := doubt_of_base(folder, base)):
+        doubts.append(f"{folder} {files}")
     return [f"init_from: {each}" for each in doubts]
 
 

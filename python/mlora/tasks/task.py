@@ -70,6 +70,7 @@ class Progress:
         best_step: the step after which it was measured.
         worse: evaluations in a row that did not improve on it.
         callbacks: what its callbacks go on with, see `mlora.run.callbacks`; empty if it has none.
+        saved: the CRC-32 of each file of the result that it ended with, by name, but for its card.
     """
 
     state: State = "running"
@@ -90,6 +91,7 @@ class Progress:
     best_step: int | None = None
     worse: int = 0
     callbacks: dict[str, Any] = field(default_factory=dict)
+    saved: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

@@ -277,7 +277,9 @@ def test_best_weights_that_are_gone_are_told_of_before_training(tiny_base: Path,
     path = max((tmp_path / "run" / "states").iterdir())
     content = path.read_bytes()
     path.unlink()
-    expected = "first: its weights of step 4, the best so far, are gone: there is no .*; put it back, or"
+    expected = (
+        r"first\.best-00000004\.pt: cannot be read: No such file .*; no checkpoint is whole; put the file"
+    )
     with pytest.raises(RunError, match=expected):
         resume(tmp_path / "run")
     path.write_bytes(content[:900])

@@ -186,6 +186,39 @@ def test_what_a_kill_leaves_of_an_adapter_is_removed(whole: dict[str, Any], tmp_
     assert {path.name for path in adapters.iterdir()} == {"first", "second", ".other.ab_1xyz9", ".first.mine"}
 
 
+def test_files_and_links_of_others_stay(whole: dict[str, Any], tmp_path: Path) -> None:
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(8))
+    run = tmp_path / "run"
+    others = ["notes.txt", "other-00000001.pt", "first-00000001.pt.mine", "first-1.pt", ".first.pt.tmp"]
+    gone = ["first-00000001.pt", ".second.best-00000002.pt.tmp", "first.full-00000002.bin.new"]
+    for folder in ("states", "finished"):
+        (run / folder).mkdir(exist_ok=True)
+        for name in (*others, *gone):
+            (run / folder / name).write_bytes(b"mine")
+    assert resume(run).exit_code == 0
+    for folder in ("states", "finished"):
+        left = {path.name for path in (run / folder).iterdir()}
+        assert left >= set(others)
+        assert left.isdisjoint(gone)
+    assert weights(run) == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["states", "finished", "checkpoints"])
+def test_a_folder_of_states_that_is_a_link_is_refused(
+    whole: dict[str, Any], tmp_path: Path, name: str
+) -> None:
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(8))
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    (run / name).mkdir(exist_ok=True)
+    (run / name).rename(scratch)
+    (scratch / "first-00000001.pt").write_bytes(b"of another run")
+    (run / name).symlink_to(scratch)
+    before = sorted(scratch.iterdir())
+    with pytest.raises(RunError, match=rf"^{run}/{name}: is a link to {scratch}; move that folder here"):
+        resume(run)
+    assert sorted(scratch.iterdir()) == before
+
+
 def test_resume_without_a_checkpoint_starts_anew(whole: dict[str, Any], tmp_path: Path) -> None:
     whole["defaults"]["save_steps"] = None
     with pytest.raises(ConnectionAbortedError):
@@ -223,7 +256,9 @@ def test_an_unreadable_checkpoint_gives_way_to_the_one_before(whole: dict[str, A
     for path in list_checkpoints(tmp_path / "run" / "checkpoints"):
         path.write_bytes(b"no")
     (tmp_path / "run" / "summary.json").unlink()
-    with pytest.raises(RunError, match="no checkpoint can be read; train anew with `mlora train"):
+    with pytest.raises(
+        RunError, match="no checkpoint is whole; put the file back, or train anew with `mlora"
+    ):
         resume(tmp_path / "run")
 
 
@@ -269,25 +304,54 @@ def test_a_file_that_is_no_checkpoint_is_one_line(whole: dict[str, Any], tmp_pat
     [
         (dict.clear, "is not a checkpoint of a run: iteration: is missing"),
         (lambda c: c.update(metrics_bytes="many"), "a run: metrics_bytes: Input should be a valid integer"),
-        (lambda c: c.update(metrics_bytes=10**15), "metrics.jsonl: is shorter than its checkpoint says"),
-        (lambda c: c["tasks"].pop("first"), "first: cannot be restored: its checkpoint lacks tasks.first"),
-        (lambda c: c["adapters"].clear(), "first: cannot be restored: its checkpoint lacks adapters.first"),
+        (
+            lambda c: c.update(metrics_bytes=10**15),
+            "metrics.jsonl: is damaged: expected 1000000000000000 bytes",
+        ),
+        (lambda c: c["tasks"].pop("first"), "is not a checkpoint of a run: lacks tasks.first"),
+        (lambda c: c["adapters"].clear(), "is not a checkpoint of a run: lacks adapters.first"),
+        (lambda c: c["adapters"]["first"].pop("moments"), "a run: lacks adapters.first.moments"),
+    ],
+)
+def test_a_checkpoint_that_lacks_something_gives_way_to_the_one_before(
+    whole: dict[str, Any], tmp_path: Path, break_it: Callable[[dict[str, Any]], object], expected: str
+) -> None:
+    path = broken_checkpoint(whole, tmp_path, break_it)
+    said = Collector()
+    assert resume(tmp_path / "run", reporter=said).exit_code == 0
+    assert said.lines[0].startswith(f"{path}: ")
+    assert expected in said.lines[0]
+    assert said.lines[0].endswith("; trying the one before")
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "expected"),
+    [
         (lambda c: c["tasks"]["first"].update(step="x"), "tasks.first.step: Input should be a valid integer"),
-        (lambda c: c["adapters"]["first"].clear(), r"not hold an adapter's state \(KeyError: 'weights'\)"),
         (lambda c: c["adapters"]["first"].update(weights=3), "not hold an adapter's state"),
     ],
 )
 def test_a_checkpoint_of_other_contents_is_one_line(
     whole: dict[str, Any], tmp_path: Path, break_it: Callable[[dict[str, Any]], object], expected: str
 ) -> None:
-    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(4))
-    path = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
-    checkpoint = torch.load(path, weights_only=True)
-    break_it(checkpoint)
-    torch.save(checkpoint | {"format": FORMAT}, path)
+    broken_checkpoint(whole, tmp_path, break_it)
     with pytest.raises(RunError, match=expected) as error:
         resume(tmp_path / "run")
     assert "\n" not in str(error.value)
+
+
+def broken_checkpoint(
+    data: dict[str, Any], folder: Path, break_it: Callable[[dict[str, Any]], object]
+) -> Path:
+    """Interrupts a run and changes the content of its newest checkpoint."""
+    train(resolve_config(data, folder=folder), reporter=Interrupting(4))
+    path = list_checkpoints(folder / "run" / "checkpoints")[-1]
+    checkpoint = torch.load(path, weights_only=True)
+    break_it(checkpoint)
+    torch.save(checkpoint | {"format": FORMAT}, path)
+    return path
 
 
 def test_changed_data_is_refused(whole: dict[str, Any], tmp_path: Path) -> None:

@@ -177,32 +177,33 @@ def names(folder: Path) -> list[str]:
 def test_files_go_when_no_checkpoint_names_them(tmp_path: Path) -> None:
     states, checkpoints = tmp_path / "states", tmp_path / "checkpoints"
     states.mkdir()
-    files = StateFiles(states, checkpoints)
-    for number, kept in enumerate([["a-1"], ["b-1"], ["b-1", "c-1"], []], start=1):
+    files, tasks = StateFiles(states, checkpoints), ["a", "b", "c", "nobody"]
+    a, b, c = (f"{name}-00000001.pt" for name in "abc")
+    for number, kept in enumerate([[a], [b], [b, c], []], start=1):
         for name in kept:
             (states / name).touch()
-        (states / f"nobody-{number}").touch()
-        payload = {"decisions": {"kept": {k: k for k in kept}}, "tasks": {}}
+        (states / f"nobody-0000000{number}.pt").touch()
+        payload = {"decisions": {"kept": {k: k for k in kept}}, "tasks": {}, "config": {}}
         files.name(number, kept)
-        files.prune()  # while the checkpoint is written
+        files.prune(tasks)  # while the checkpoint is written
         assert set(kept) <= set(names(states))
         save_checkpoint(checkpoints, number, payload, keep=2)
-        files.prune()
-        wanted = {1: ["a-1"], 2: ["a-1", "b-1"], 3: ["b-1", "c-1"], 4: ["b-1", "c-1"]}
+        files.prune(tasks)
+        wanted = {1: [a], 2: [a, b], 3: [b, c], 4: [b, c]}
         assert names(states) == wanted[number]
     # another process knows what checkpoints name from them alone
     again = StateFiles(states, checkpoints)
     again.name(5, [])
-    (states / ".b-2.pt.tmp").touch()
-    again.prune()
-    assert names(states) == ["b-1", "c-1"]
+    (states / ".b-00000002.pt.tmp").touch()
+    again.prune(tasks)
+    assert names(states) == [b, c]
     newest = list_checkpoints(checkpoints)[-1]
     newest.write_bytes(b"damaged")
-    StateFiles(states, checkpoints).prune()
-    assert names(states) == ["b-1", "c-1"]  # who knows
+    StateFiles(states, checkpoints).prune(tasks)
+    assert names(states) == [b, c]  # who knows
     newest.unlink()
-    save_checkpoint(checkpoints, 5, {"decisions": {"kept": {}}, "tasks": {}}, keep=1)
-    again.prune()
+    save_checkpoint(checkpoints, 5, {"decisions": {"kept": {}}, "tasks": {}, "config": {}}, keep=1)
+    again.prune(tasks)
     assert not states.exists()
 
 

@@ -112,4 +112,4 @@ def test_machines_may_have_the_base_in_other_places(tmp_path: Path) -> None:
         found.append(facts(config))
     assert found[0] == found[1] != found[2]
     assert found[3]["base_model"] == found[0]["base_model"]
-    assert found[3]["base_model weights"] != found[0]["base_model weights"]
+    assert found[3]["base_model files"] != found[0]["base_model files"]

@@ -46,6 +46,7 @@ class FoundWeights:
         folder: the PEFT folder that holds them, or None.
         state: what `Engine.state_dict` returned, if there is no folder.
         losses: what is known of its losses, by what a card calls them.
+        base: the digest of the base model in the checkpoint; empty = not known.
     """
 
     name: str
@@ -55,6 +56,7 @@ class FoundWeights:
     folder: Path | None = None
     state: Mapping[str, Any] = field(default_factory=dict, repr=False)
     losses: Mapping[str, float] = field(default_factory=dict)
+    base: str = ""
 
     @property
     def told(self) -> str:
@@ -146,21 +148,21 @@ def _at(folder: RunFolder, name: str, checkpoint: Mapping[str, Any]) -> FoundWei
         said = f"was refused: {reason}" if reason else f"is not in {where}: it came later"
         raise RunError(f"{name}: {said}")
     step, total, state = task["step"], checkpoint["total_steps"].get(name), task["state"]
-    losses = losses_of({"loss": task["loss"]})
+    losses, base = losses_of({"loss": task["loss"]}), checkpoint.get("base", "")
     if state == "finished" and not _trained_longer(folder, name, step):
         return _ended(folder, name, _saved_step(folder, name, step), total, iteration)
     kept = _kept_file(folder, name, checkpoint)
     if state not in ("running", "paused") and kept is None:
         raise RunError(f"{name}: was {state} at step {step}; {where} does not hold its weights")
     if name in checkpoint["adapters"]:
-        return FoundWeights(name, step, total, iteration, None, checkpoint["adapters"][name], losses)
+        return FoundWeights(name, step, total, iteration, None, checkpoint["adapters"][name], losses, base)
     if not task["batches"]:
         raise RunError(f"{name}: has no weights yet: it had not begun at {where}")
     if kept is None:
         raise RunError(f"{name}: {where} does not hold its weights")
     stamp = {"task": name, "batches": task["batches"]}
     found = read_state(kept, "state", stamp, f"the state of {name} at {where}")
-    return FoundWeights(name, step, total, iteration, None, found, losses)
+    return FoundWeights(name, step, total, iteration, None, found, losses, base)
 
 
 def _kept_file(folder: RunFolder, name: str, checkpoint: Mapping[str, Any]) -> Path | None:

@@ -13,7 +13,7 @@ from mlora.data.chat import with_template
 from mlora.errors import RunError
 from mlora.files.disk import write_file
 from mlora.files.new_folder import check_new, new_folder
-from mlora.model.base_info import BaseInfo
+from mlora.model.base_info import BaseInfo, doubt_of_base
 from mlora.run.handoff.adapters import FoundWeights, RunAdapter, find_weights, named_adapter, open_run
 from mlora.run.handoff.model_card import CARD, card_text, lora_facts, training_facts
 from mlora.run.handoff.peft_folders import empty_model, write_peft_folder
@@ -32,11 +32,13 @@ class Exported:
         weights: where they came from.
         folder: the new folder.
         served: how to serve it: command lines, or why servers do not read the folder.
+        warnings: that the base model is not the one that it was trained over.
     """
 
     weights: FoundWeights
     folder: Path
     served: list[str]
+    warnings: list[str]
 
 
 def export_adapter(
@@ -71,9 +73,10 @@ def export_adapter(
         write_peft_folder(config, adapter, found, scratch)
         served = _for_servers(config, name, scratch, target, portable=portable)
         base = BaseInfo(config.base_model, config.base_folder)
+        doubt = doubt_of_base(scratch, base)
         save_tokenizer(base, scratch, adapter.chat_template(config))
         card_of(config, adapter, found, scratch)
-    return Exported(found, target, served)
+    return Exported(found, target, served, [f"{name}: {doubt}"] if doubt else [])
 
 
 def _for_servers(config: RunConfig, name: str, scratch: Path, target: Path, *, portable: bool) -> list[str]:

@@ -20,7 +20,7 @@ from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
 from mlora.files.disk import write_file
 from mlora.files.new_folder import check_new, new_folder
-from mlora.model.base_info import BaseInfo
+from mlora.model.base_info import BaseInfo, doubt_of_base
 from mlora.model.pretrained import load_whole, told_in_one_line
 from mlora.model.task_heads import head_place
 from mlora.run.handoff.adapters import FoundWeights, find_weights, named_adapter, open_run
@@ -80,6 +80,8 @@ def merge_adapter(
     base, notes = BaseInfo(config.base_model, config.base_folder), list[str]()
     with peft_folder_of(config, adapter, found) as source, new_folder(target, "--output") as scratch:
         lora = read_config(source)
+        if doubt := doubt_of_base(source, base):
+            notes.append(f"warning: {name}: {doubt}")
         with _told(config, name):
             model = _load(config, base, lora)
             quantized = _dequantize(model)

@@ -19,7 +19,7 @@ from mlora.config.run_config import RunConfig
 from mlora.engine.put_adapter import lora_of, put_adapter
 from mlora.errors import RunError, first_line
 from mlora.files.disk import os_errors
-from mlora.model.base_info import BaseInfo
+from mlora.model.base_info import DIGEST, BaseInfo
 from mlora.model.pretrained import skeleton
 from mlora.model.stored_quantization import write_quantization
 from mlora.run.handoff.adapters import FoundWeights, RunAdapter
@@ -55,7 +55,8 @@ def write_peft_folder(config: RunConfig, adapter: RunAdapter, found: FoundWeight
             warnings.simplefilter("ignore")  # the run has given them
             model = empty_model(config)
             put_adapter(model, found.name, _lora(config, adapter, found), None, 0)
-            mlora_ext.save_adapter(model, found.name, folder, _weights(model, found))
+            told = {DIGEST: found.base} if found.base else {}
+            mlora_ext.save_adapter(model, found.name, folder, _weights(model, found), metadata=told)
         if config.quantization is not None:
             write_quantization(folder, config.quantization)
     except OSError as error:

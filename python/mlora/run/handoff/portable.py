@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from mlora.errors import RunError, first_line
 from mlora.files.disk import write_file
 from mlora_ext.adapters.trained_parts import task_heads, task_of
 from mlora_ext.nn.embedding import MultiLoRAEmbedding
-from mlora_ext.nn.interop.peft_folder import CONFIG, PREFIX, WEIGHTS
+from mlora_ext.nn.interop.peft_folder import CONFIG, PREFIX, WEIGHTS, weights_file
 from mlora_ext.nn.interop.read_folder import read_config
 from mlora_ext.nn.targets import base_modules, is_linear, portable_targets, target_layers
 
@@ -101,7 +102,7 @@ def make_portable(folder: Path, model: nn.Module, name: str) -> None:
         RunError: the adapter has something that a portable folder cannot hold, or the disk is full.
     """
     from peft import LoraConfig
-    from safetensors.torch import load_file, save
+    from safetensors.torch import load_file
 
     config = read_config(folder)
     faults = list(unportable(config))
@@ -133,7 +134,10 @@ def make_portable(folder: Path, model: nn.Module, name: str) -> None:
         inference_mode=True,
     )
     new.target_modules = portable_targets(model, new, list(layers))["target_modules"]
-    write_file(folder / WEIGHTS, save(state, metadata={"format": "pt"}))
+    with safe_open(folder / WEIGHTS, "pt") as before:
+        metadata = before.metadata()
+    parts = weights_file(state, metadata)
+    write_file(folder / WEIGHTS, lambda file: file.writelines(parts))
     new.save_pretrained(str(folder))
     assert (folder / CONFIG).is_file()
 
