@@ -57,6 +57,7 @@ class TaskTable:
         self.engine, self._builder, self.reporter, self.folder = engine, builder, reporter, folder
         self._waited: list[str] = []
         self._left: list[str] = []
+        self._stopped: list[Task] = []  # on request; `carry_out` saves them
 
     @property
     def warnings(self) -> list[str]:
@@ -242,18 +243,27 @@ class TaskTable:
         self.reporter.fault(f"{name}: refused: {message}")
 
     def _stop(self, task: Task) -> None:
-        """Ends a task as its user asked, and saves its adapter; one that has made no step has none."""
+        """Marks a task as ended by its user; `carry_out` saves it. One that has made no step has no adapter.
+
+        The journal comes in between. If a kill came between saving and the journal, the resumed run would stop
+        the task at an earlier step, and save that.
+        """
         step = task.progress.step
         if not step:
             self._end(task, "cancelled", "stopped on request before its first step")
             return
-        if task.name not in self.engine.adapters:
-            bring_back(self.engine, task, 0, self.folder.states)
-        save_result(self.engine, task, self.folder)
-        self.engine.remove_adapter(task.name)
         best = "" if task.saved_step == step else f"; saved as it was at step {task.saved_step}, the best"
         task.progress.state, task.progress.message = "finished", f"stopped on request at step {step}{best}"
-        self.reporter.changed(task)
+        self._stopped.append(task)
+
+    def _save_stopped(self) -> None:
+        for task in self._stopped:
+            if task.name not in self.engine.adapters:
+                bring_back(self.engine, task, 0, self.folder.states)
+            save_result(self.engine, task, self.folder)
+            self.engine.remove_adapter(task.name)
+            self.reporter.changed(task)
+        self._stopped = []
 
     def _end(self, task: Task, state: State, message: str) -> None:
         if task.name in self.engine.adapters:
@@ -264,7 +274,8 @@ class TaskTable:
         self.reporter.changed(task)
 
     def carry_out(self, admission: Admission) -> list[Task]:
-        """Sets tasks aside and puts admitted ones on the engine; returns those that are new there."""
+        """Saves stopped tasks, sets others aside, and puts admitted ones on the engine; returns the new ones."""
+        self._save_stopped()
         for task in self.admitted():
             if task.name not in admission.slots:
                 set_aside(self.engine, task, self.folder.states)

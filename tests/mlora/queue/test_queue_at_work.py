@@ -1,9 +1,11 @@
 """What runs at work do with their queue: requests are taken while they train, and again after a kill."""
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from command_line import Run
 from limited_runs import Watching, five_tasks, interrupt
 from mlora.cli.run_status import read_status
 from mlora.config.config_file import resolve_config
+from mlora.files.checkpoint import list_checkpoints
 from mlora.files.run_folder import read_metrics
 from mlora.queue.requests import change, submit
 from mlora.queue.task_queue import TaskQueue
@@ -242,3 +245,57 @@ def test_two_resumes_of_one_copy_are_bit_equal(tiny_base: Path, tmp_path: Path) 
     assert train(resolve_config(undisturbed, folder=tmp_path), reporter=asking).exit_code == 0
     assert lines(folder) == lines(tmp_path / "undisturbed")
     assert weights(folder) == weights(tmp_path / "undisturbed")
+
+
+class Killed(BaseException):
+    """Ends a run at once, as a kill does."""
+
+
+def kill_before(monkeypatch: pytest.MonkeyPatch, write: int) -> Callable[[], None]:
+    """Return what makes the n-th write of this thread from then on, the journal's or a renamed file, a kill."""
+    left, me = [0], threading.current_thread()
+
+    def wrap(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def wrapped(*arguments: Any) -> Any:
+            left[0] -= threading.current_thread() is me
+            if left[0] == 0:
+                raise Killed
+            return plain(*arguments)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    wrap(TaskQueue, "write_entry")
+    wrap(os, "rename")
+    wrap(os, "replace")
+    return lambda: left.__setitem__(0, write)
+
+
+# the journal, the adapter's folder, its card; a kill before the journal leaves the request to be taken
+@pytest.mark.parametrize(("paused", "write"), [(False, 2), (False, 3), (True, 1), (True, 2)])
+def test_a_kill_while_a_task_is_stopped_loses_no_step(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paused: bool, write: int
+) -> None:
+    """It ends with the step at which its user stopped it, though no checkpoint knows of any step."""
+    data = run_data(tiny_base, tmp_path)
+    data["defaults"]["save_steps"] = None
+
+    def asking(name: str, arm: Callable[[], object] = lambda: None) -> Asking:
+        def ask(kind: Any) -> None:
+            change(tmp_path / name, kind, ["second"])
+            if kind == "stop":
+                arm()
+
+        stop = (2 if paused else 1, lambda: ask("stop"))  # iteration 6, or 3
+        return Asking(first=stop, second=(3 if paused else 99, lambda: ask("pause")))
+
+    whole = resolve_config(data | {"output_dir": "whole"}, folder=tmp_path)
+    result = train(whole, reporter=asking("whole")).adapters["second"]
+    assert (result.state, result.message) == ("finished", "stopped on request at step 3")
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        train(resolve_config(data, folder=tmp_path), reporter=asking("run", kill_before(patch, write)))
+    assert not list_checkpoints(tmp_path / "run" / "checkpoints")
+    assert resume(tmp_path / "run").adapters["second"].message == result.message
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
