@@ -2,9 +2,9 @@
 
 Usage: python3 .ci/make_peers_env.py .venv .venv-peers [--gptqmodel | --lowest]
 
-The packages are TRL, quantisation libraries and trackers; or, with `--gptqmodel`, that library. They are apart
-because PEFT imports bitsandbytes and torchao wherever they are installed. That adds a second to the start of
-each process, and tests start hundreds. gptqmodel, which PEFT imports, too, adds ten.
+The packages are TRL, quantisation libraries and trackers; or, with `--gptqmodel`, that library. They are
+apart because PEFT imports bitsandbytes and torchao wherever they are installed. That adds a second to the
+start of each process, and tests start hundreds. gptqmodel, which PEFT imports, too, adds ten.
 
 With `--lowest` they are the lowest versions of our dependencies that `pyproject.toml` allows, and the newest
 of theirs. torch and Triton stay: the default wheels of other versions take gigabytes.
