@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -194,10 +194,10 @@ class RunFolder:
             raise RunError(f"{self.path}: there is no such folder; give the run's output_dir")
         raise RunError(f"{self.path}: is not a run folder: it has no config.yaml")
 
-    def read_config(self) -> RunConfig:
-        """Returns the run's config; its ``output_dir`` is where the folder is now."""
+    def read_config(self, overrides: Sequence[str] = ()) -> RunConfig:
+        """Returns the run's config with overrides; its ``output_dir`` is where the folder is now."""
         self.check_is_run()
-        return load_config(self.config).model_copy(update={"output_dir": str(self.path)})
+        return load_config(self.config, overrides).model_copy(update={"output_dir": str(self.path)})
 
     def write_config(self, config: RunConfig) -> None:
         """Writes the resolved config."""

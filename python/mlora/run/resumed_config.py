@@ -49,7 +49,8 @@ def resumed_config(folder: RunFolder, settings: Sequence[str] = ()) -> RunConfig
     With another number of stages, the cut into stages is measured anew. RunError if the config is wrong, or
     an override is of a key that may not change.
     """
-    config = folder.read_config()
+    # the folder of a base that has moved is not where the config says
+    config = folder.read_config([each for each in settings if each.startswith("base_model=")])
     if not settings:
         return config
     data = read_yaml(folder.config)

@@ -212,8 +212,7 @@ def _go_on(
             prepared = prepare(config, reporter, member=member, entry=first)
         with _measured(prepared).engine:
             trackers = open_trackers(prepared.config, folder.logs)
-            if prepared.config != folder.read_config():
-                folder.write_config(prepared.config)
+            folder.write_config(prepared.config)
             metrics.cut(checkpoint["metrics_bytes"] if checkpoint else 0)
             cut_samples(folder.samples, checkpoint.get("samples_bytes", 0) if checkpoint else 0)
             prepared.decisions.begin(queue, prepared.iteration, known)

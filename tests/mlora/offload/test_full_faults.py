@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -192,6 +193,24 @@ def test_a_checkpoint_without_its_weights_is_passed_over(base: Path, whole: Path
     assert not list((tmp_path / "run").rglob("*.new"))
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 10))])
+def test_a_flipped_bit_of_the_weights_gives_way_to_those_before(
+    base: Path, whole: Path, tmp_path: Path, seed: int
+) -> None:
+    config = resolve_config(data_of(base, tmp_path), folder=tmp_path)
+    assert train(config, reporter=Watching({("all", 3): interrupt})).status == "interrupted"
+    newer = tmp_path / "run" / "states" / states_in(tmp_path)[-1]
+    content = bytearray(newer.read_bytes())
+    bit = random.Random(seed).randrange(8 * len(content))
+    content[bit // 8] ^= 1 << (bit % 8)
+    newer.write_bytes(content)
+    told = Told()
+    assert resume(tmp_path / "run", reporter=told).exit_code == 0
+    (line,) = told.warnings
+    assert line.endswith(f"{newer}: is damaged or was changed: its checksum differs; trying the one before")
+    assert_same(tmp_path / "run", whole)
+
+
 def test_a_run_without_any_weights_says_so(base: Path, tmp_path: Path) -> None:
     config = resolve_config(data_of(base, tmp_path), folder=tmp_path)
     assert train(config, reporter=Watching({("all", 2): interrupt})).status == "interrupted"
@@ -199,10 +218,9 @@ def test_a_run_without_any_weights_says_so(base: Path, tmp_path: Path) -> None:
     for path in paths:
         path.unlink()
     told = Told()
-    with pytest.raises(RunError, match="no checkpoint can be read; train anew with `mlora train"):
+    with pytest.raises(RunError, match="no checkpoint is whole; put the file back, or train anew") as error:
         resume(tmp_path / "run", reporter=told)
-    assert len(told.warnings) == len(paths)
-    for line, path in zip(told.warnings, reversed(paths), strict=True):
+    for line, path in zip([*told.warnings, str(error.value)], reversed(paths), strict=True):
         assert f": {path}: No such file or directory" in line
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
+from mlora.files.disk import read_tensors, write_tensors
 from mlora.run.run import resume, train
 
+from tests.mlora.equal_states import assert_equal
 from tests.mlora.limited_runs import Watching, ask, interrupt
 from tests.mlora.tiny_run import lines, random_tokens, write_jsonl
 
@@ -115,6 +118,55 @@ def undisturbed(interrupted: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def damaged_file(run: Path, kind: str) -> Path:
     return max(run.glob(KINDS[kind]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "expected"),
+    [
+        ("newest checkpoint", 0.5, "said, same end"),
+        ("best weights", 0.5, "said, same end"),
+        ("paused state", 0.5, "refused"),  # both checkpoints name it
+        ("adapter", 0.9, "said, same end"),
+        ("metrics", 0.99, "said, same end"),
+        ("metrics", 0.1, "refused"),
+    ],
+)
+def test_a_flipped_bit_gives_way_to_the_checkpoint_before(
+    interrupted: Path, undisturbed: Any, tmp_path: Path, kind: str, part: float, expected: str
+) -> None:
+    run = shutil.copytree(interrupted, tmp_path / "run")
+    path = damaged_file(run, kind)
+    flip(path, 8 * int(part * path.stat().st_size))
+    assert outcome_of(run, undisturbed) == expected
+
+
+def test_a_run_that_has_ended_looks_at_its_results(
+    interrupted: Path, undisturbed: Any, tmp_path: Path
+) -> None:
+    run = shutil.copytree(interrupted, tmp_path / "run")
+    end_of(run)
+    flip(run / "adapters" / "aside" / "adapter_model.safetensors", 9000)
+    assert outcome_of(run, undisturbed) == "said, same end"
+
+
+def test_no_flipped_bit_of_a_file_is_read_as_another_value(tmp_path: Path) -> None:
+    """Also those of the zip's directory that no checksum covers: torch takes an entry with the attribute of
+    a folder for one without content, and leaves its tensor uninitialised."""
+    path = tmp_path / "state.pt"
+    content = {"step": 3, "share": 0.5, "weights": {"a": torch.randn(5, 3), "b": torch.arange(7)}}
+    write_tensors(path, content)
+    whole = path.read_bytes()
+    entries = [place for place in range(len(whole)) if whole.startswith(b"PK\x01\x02", place)]
+    attributes = [8 * (place + 38) + bit for place in entries for bit in range(32)]
+    damaged = 0
+    for bit in (*range(0, 8 * len(whole), 11), *attributes):
+        flip(path, bit)
+        try:
+            assert_equal(read_tensors(path), content)
+        except RunError:
+            damaged += 1
+        path.write_bytes(whole)
+    assert damaged > len(attributes)
 
 
 @pytest.mark.nightly
