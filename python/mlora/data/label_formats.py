@@ -16,6 +16,7 @@ from mlora.data.record import (
     Record,
     ids_of_key,
     json_name,
+    text_ids,
     text_of_key,
 )
 
@@ -144,7 +145,7 @@ def _ids(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> t
     if key == "text":
         if tokenizer is None:
             raise NoTokenizerError("text")
-        ids = tuple(tokenizer(text_of_key(fields, "text"))["input_ids"])
+        ids = text_ids(tokenizer, text_of_key(fields, "text"), end=True)
     else:
         ids = ids_of_key(fields, "input_ids")
     if not ids:
