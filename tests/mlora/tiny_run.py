@@ -3,27 +3,42 @@
 import json
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from mlora.files.run_folder import read_metrics
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 DEVICE = os.environ.get("MLORA_TESTS_DEVICE", "cpu")
 """Where runs train whose test does not say it."""
 
 
-def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Save a tokenizer of one token a byte, and an end token."""
+def save_tokenizer(
+    folder: Path, *, merges: Sequence[tuple[str, str]] = (), added: str = "", **names: str
+) -> PreTrainedTokenizerFast:
+    """Save a tokenizer of one token a byte, and an end token.
+
+    Ids after 256 are those of `merges`, then `<more>` is 258. `added` is what each text becomes, such as
+    `<more> $A <end>`; `names` are further special tokens.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<end>": 0} | {letter: index for index, letter in enumerate(alphabet, 1)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    vocabulary |= {"".join(pair): index for index, pair in enumerate(merges, 257)}
+    if added or names:
+        vocabulary["<more>"] = 258
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    if added:
+        specials = [("<end>", 0), ("<more>", 258)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=added, special_tokens=specials)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{"eos_token": "<end>", "pad_token": "<end>", **names}
+    )
     fast.save_pretrained(folder)
     return fast
 

@@ -46,14 +46,22 @@ def load(
 
 
 def tokens_of(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: bool, template_file: str | None
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    chat: bool,
+    template_file: str | None,
+    *,
+    end: bool = False,
 ) -> list[tuple[int, ...]]:
-    """Returns the token ids of prompts, with `chat` as users' messages in a chat template."""
-    if not chat:
-        return [tuple(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    from mlora.data.chat import ChatTemplate, with_template
-    from mlora.data.record import FormatError
+    """Returns the token ids of prompts, with `chat` as users' messages in a chat template.
 
+    `end`: with the end token that some tokenizers append to a text, as classifiers are trained.
+    """
+    from mlora.data.chat import ChatTemplate, with_template
+    from mlora.data.record import FormatError, text_ids
+
+    if not chat:
+        return [text_ids(tokenizer, prompt, end=end) for prompt in prompts]
     own = with_template(tokenizer, template_file, assistant_only_loss=False)
     if not own.chat_template:
         raise RunError(
@@ -88,15 +96,16 @@ def answers_of(
     chosen: Sequence[str],
     classifiers: Mapping[str, Sequence[str] | None],
     prompts: Sequence[tuple[int, ...]],
+    read: Sequence[tuple[int, ...]],
     max_new_tokens: int,
     draw: dict[str, Any],
 ) -> dict[tuple[str, int], tuple[str, Any]]:
     """Returns what each adapter answers to each prompt, by its name and the prompt's index.
 
     An answer is its kind, `completion` or `label`, and what it says. Prompts come in their order, the
-    adapters of each as they were chosen.
+    adapters of each as they were chosen. `read` are the prompts as classifiers read them.
     """
-    from mlora.model.generation import GenerationRequest, complete, end_token, text_of
+    from mlora.model.generation import GenerationRequest, complete, text_of
 
     pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
     completed = [pair for pair in pairs if pair[0] not in classifiers]
@@ -107,8 +116,8 @@ def answers_of(
     tokenizer, outputs = base.tokenizer(), list[tuple[int, ...]]()
     try:
         if requests:
-            outputs = complete(engine.model, requests, end_token=end_token(tokenizer), draw=draw)
-        labels = _labels(engine, classifiers, prompts)
+            outputs = complete(engine.model, requests, ends=base.end_tokens(), draw=draw)
+        labels = _labels(engine, classifiers, read)
     except ValueError as error:
         raise RunError(str(error)) from error
     found: dict[tuple[str, int], tuple[str, Any]] = {

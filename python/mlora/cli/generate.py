@@ -85,7 +85,7 @@ def generate(
             raise RunError(f"{source}: names no base model; give it with --base-model")
         base = BaseInfo(base_model or named)
         template = template_of(source, chosen, chat_template) if chat else None
-        tokens = tokens_of(base.tokenizer(), texts, chat, template)
+        tokens, read = (tokens_of(base.tokenizer(), texts, chat, template, end=end) for end in (False, True))
         wanted = {name: folders[name] for name in chosen if name != "__base__"}
         classifiers, unserved = by_answer(wanted)
         chosen = served(chosen, unserved, wanted, asked=adapter or [])
@@ -93,7 +93,9 @@ def generate(
         for name, folder in wanted.items():
             if doubt := doubt_of_base(folder, base):
                 print(f"warning: {name}: {doubt}", file=sys.stderr)
-        check_prompts(tokens, base.max_positions, completed=any(name not in classifiers for name in chosen))
+        completed = any(name not in classifiers for name in chosen)
+        check_prompts(tokens if completed else [], base.max_positions, completed=True)
+        check_prompts(read if classifiers else [], base.max_positions, completed=False)
         if base_model and (base.quantization or os.path.isfile(source / "config.yaml")):
             quantization = None
         elif quantization and not os.path.isfile(source / "config.yaml"):
@@ -103,7 +105,7 @@ def generate(
             engine = load(base, wanted, bf16, device, quantization)
         torch.manual_seed(seed)
         with _enough_memory("completing prompts", "give fewer prompts, or lower --max-new-tokens"):
-            answers = answers_of(engine, base, chosen, classifiers, tokens, max_new_tokens, draw)
+            answers = answers_of(engine, base, chosen, classifiers, tokens, read, max_new_tokens, draw)
         for (name, index), (kind, answer) in answers.items():
             print(_line(name, texts[index], kind, answer, json_lines=json_lines, chat=chat))
 

@@ -96,8 +96,12 @@ def evaluate(
     ] = None,
     checkpoint: Checkpoint = None,
     exact_match: Annotated[
-        bool, typer.Option(help="also the share of prompts completed exactly, if the data has prompts")
-    ] = True,
+        bool | None,
+        typer.Option(
+            help="also the share of prompts completed exactly, if the data has prompts; default: yes, but of "
+            "chats only for adapters with eval_exact_match"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
 ) -> None:
     """Measure adapters of a run and its base model on a dataset.

@@ -44,7 +44,7 @@ OF_TASKS = {
     "QUESTION_ANS": "question_answering",
 }
 """The format of each `task_type` whose head predicts labels."""
-WITH_PROMPTS = ("prompt_completion", "alpaca")
+WITH_PROMPTS = ("prompt_completion", "alpaca", "messages", "sharegpt")
 _FOR_TEMPLATES = ("tools", "chat_template_kwargs")
 _FIELDS: dict[str, Sequence[str]] = {
     "tokens": ("input_ids", "labels"),

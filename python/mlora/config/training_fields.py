@@ -134,8 +134,8 @@ class TrainingFields(Strict):
     )
     eval_exact_match: bool = Field(
         default=False,
-        description="Whether to complete the evaluation prompts greedily and count the completions that "
-        "are exactly right.",
+        description="Whether to complete the evaluation prompts greedily (of chats, the last answer) and "
+        "count the completions that are exactly right.",
     )
     early_stopping_patience: int | None = Field(
         default=None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from mlora.data.record import (
     NOT_TRAINED,
     FormatError,
-    Prompt,
     Record,
     Sample,
+    answer_to,
     common_start,
     json_name,
     objects_of_key,
@@ -38,6 +38,10 @@ NOT_THE_TEMPLATES |= {"return_tensors", "return_dict", "return_assistant_tokens_
 DOUBT = (
     "have a prompt whose end the chat template changes when a completion follows; "
     "the changed tokens are trained with the completion"
+)
+NO_PROMPT = (
+    "have a last answer that the chat template opens in another way than add_generation_prompt; exact match "
+    "leaves them out"
 )
 
 
@@ -139,10 +143,16 @@ class ChatTemplate:
     """A tokenizer's chat template. FormatError if the tokenizer has none.
 
     With `assistant_only_loss`, only tokens that the template marks as the assistant's are trained. A
-    FormatError says if it marks none.
+    FormatError says if it marks none. Records have prompts if `ends` names the tokens that end an answer.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, assistant_only_loss: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        assistant_only_loss: bool = False,
+        ends: Sequence[int] = (),
+    ) -> None:
         if not tokenizer.chat_template:
             raise FormatError(
                 "messages need a chat template, and the base model's tokenizer has none; give one in "
@@ -160,17 +170,27 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._assistant_only = assistant_only_loss
+        self._ends = ends
 
     def conversation(self, messages: list[Message], fields: dict[str, Any]) -> Record:
-        """Returns the record of a conversation; `fields` is its line, with options for the template."""
+        """Returns the record of a conversation; `fields` is its line, with options for the template.
+
+        If the assistant has the last word, that is the answer to all before it.
+        """
         ids, labels = self._render(messages, fields)
-        return Record(Sample(ids, labels))
+        sample = Sample(ids, labels)
+        if not self._ends or messages[-1]["role"] != "assistant" or len(messages) == 1:
+            return Record(sample)
+        start = self.tokens(messages[:-1], fields, add_generation_prompt=True)["input_ids"]
+        if common_start(tuple(start), ids) < len(start):
+            return Record(sample, doubt=NO_PROMPT)
+        return Record(sample, answer_to(self._tokenizer, ids, len(start), self._ends))
 
     def completion(self, prompt: list[Message], completion: list[Message], fields: dict[str, Any]) -> Record:
         """Returns the record of messages `completion` that follow the messages `prompt`.
 
         The prompt is rendered with the opening of the answer (``add_generation_prompt``). Training starts at
-        the first token that differs from it. The record has a prompt if the completion holds the end token.
+        the first token that differs from it. The record has a prompt if an end token ends the completion.
         """
         start = self.tokens(prompt, fields, add_generation_prompt=True)["input_ids"]
         ids, labels = self._render(prompt + completion, fields, len(prompt))
@@ -178,22 +198,12 @@ class ChatTemplate:
         sample = Sample(ids, (NOT_TRAINED,) * place + labels[place:])
         if place < len(start):
             return Record(sample, doubt=DOUBT)
-        return Record(sample, self._prompt(ids, place))
+        return Record(sample, answer_to(self._tokenizer, ids, place, self._ends))
 
     def question(self, text: str) -> tuple[int, ...]:
         """Returns the tokens of a user's message and of the opening of the answer."""
         message = {"role": "user", "content": text}
         return tuple(self.tokens([message], {}, add_generation_prompt=True)["input_ids"])
-
-    def _prompt(self, ids: tuple[int, ...], place: int) -> Prompt | None:
-        """Returns the prompt ``ids[:place]``, or None if no end token follows it."""
-        end = self._tokenizer.eos_token_id
-        if end not in ids[place:]:
-            return None
-        stop = ids.index(end, place)
-        wanted = self._tokenizer.decode(list(ids[place:stop]), clean_up_tokenization_spaces=False)
-        assert isinstance(wanted, str)
-        return Prompt(ids[:place], wanted, stop + 1 - place)
 
     def _render(
         self, messages: list[Message], fields: dict[str, Any], prompt: int = 0

@@ -49,9 +49,9 @@ class Dataset:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Prompts, in file order, of samples that were not cut and that end with the end token.
+        """Prompts, in file order, of samples that were not cut and whose answer ends with an end token.
 
-        Only ``prompt_completion`` and ``alpaca`` have them.
+        None, if they were not asked for.
         """
         return self.samples.prompts()
 
@@ -68,6 +68,7 @@ def load_dataset(
     assistant_only_loss: bool = False,
     style: Style = "dpo",
     labels: LabelRules | None = None,
+    ends: tuple[int, ...] = (),
     cache: TokenCache | None = None,
     processes: int = 1,
 ) -> Dataset:
@@ -83,7 +84,7 @@ def load_dataset(
     """
     source = source if isinstance(source, Source) else Source(os.path.abspath(source))
     path = source.path
-    how = format, assistant_only_loss, style, labels, max_length, vocab_size, max_positions
+    how = format, assistant_only_loss, style, labels, max_length, vocab_size, max_positions, ends
     reading = Reading(path, tokenizer, *how)
     try:
         reading.parser()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,13 @@ from mlora.data.preference_formats import preference, unpaired
 from mlora.data.record import (
     NOT_TRAINED,
     FormatError,
-    Prompt,
     Record,
     Sample,
+    answer_to,
     common_start,
     flags_of_key,
     ids_of_key,
+    text_ids,
     text_of_key,
     unmasked,
 )
@@ -51,11 +53,13 @@ def parser_of(
     assistant_only_loss: bool = False,
     style: Style = "dpo",
     labels: LabelRules | None = None,
+    ends: Sequence[int] = (),
 ) -> Parser:
     """Returns the function that reads a format's lines. Lines with ``input_ids`` need no tokenizer.
 
     `style` is that of preference data; see `mlora.data.preference_formats`. `labels` says how those of
-    ``classification`` are read; ``question_answering`` needs it, too.
+    ``classification`` are read; ``question_answering`` needs it, too. Records have prompts if `ends` names
+    the tokens that end an answer.
 
     Both raise FormatError: for what the tokenizer lacks, and for a malformed line.
     """
@@ -70,7 +74,7 @@ def parser_of(
     if tokenizer is None:
         raise FormatError("the base model has no tokenizer; use a dataset of format tokens")
     if format in ("messages", "sharegpt"):
-        chat = ChatTemplate(tokenizer, assistant_only_loss=assistant_only_loss)
+        chat = ChatTemplate(tokenizer, assistant_only_loss=assistant_only_loss, ends=ends)
         if format == "sharegpt":
             return lambda fields: chat.conversation(sharegpt_messages(fields), fields)
         return lambda fields: chat.conversation(messages_of_key(fields, "messages"), fields)
@@ -81,8 +85,8 @@ def parser_of(
     if format == "unpaired":
         return unpaired(tokenizer)
     if format == "prompt_completion":
-        return _prompt_completion(tokenizer, assistant_only_loss)
-    return {"text": _plain_text, "alpaca": _alpaca}[format](tokenizer)
+        return _prompt_completion(tokenizer, assistant_only_loss, ends)
+    return _plain_text(tokenizer) if format == "text" else _alpaca(tokenizer, ends)
 
 
 def _tokens(fields: dict[str, Any]) -> Record:
@@ -104,20 +108,22 @@ def _plain_text(tokenizer: PreTrainedTokenizerBase) -> Parser:
 
     def parse(fields: dict[str, Any]) -> Record:
         text = text_of_key(fields, "text")
-        ids = tuple(tokenizer(text if text.endswith(end) else text + end)["input_ids"])
+        ids = text_ids(tokenizer, text if text.endswith(end) else text + end)
         return Record(Sample(ids, ids))
 
     return parse
 
 
-def _prompt_completion(tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool) -> Parser:
-    chat = cache(lambda: ChatTemplate(tokenizer, assistant_only_loss=assistant_only_loss))
+def _prompt_completion(
+    tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool, ends: Sequence[int]
+) -> Parser:
+    chat = cache(lambda: ChatTemplate(tokenizer, assistant_only_loss=assistant_only_loss, ends=ends))
 
     def parse(fields: dict[str, Any]) -> Record:
         if isinstance(fields.get("prompt"), list):
             prompt, completion = messages_of_key(fields, "prompt"), messages_of_key(fields, "completion")
             return chat().completion(prompt, completion, fields)
-        record = _completed(tokenizer, text_of_key(fields, "prompt"), text_of_key(fields, "completion"))
+        record = _completed(tokenizer, text_of_key(fields, "prompt"), text_of_key(fields, "completion"), ends)
         if assistant_only_loss:
             raise FormatError("assistant_only_loss needs messages, but 'prompt' is text")
         return record
@@ -125,23 +131,27 @@ def _prompt_completion(tokenizer: PreTrainedTokenizerBase, assistant_only_loss: 
     return parse
 
 
-def _alpaca(tokenizer: PreTrainedTokenizerBase) -> Parser:
+def _alpaca(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> Parser:
     def parse(fields: dict[str, Any]) -> Record:
         instruction, output = text_of_key(fields, "instruction"), text_of_key(fields, "output")
         context = "" if fields.get("input") is None else text_of_key(fields, "input")
         template = ALPACA_WITH_INPUT if context else ALPACA
-        return _completed(tokenizer, template.format(instruction=instruction, input=context), output)
+        return _completed(tokenizer, template.format(instruction=instruction, input=context), output, ends)
 
     return parse
 
 
-def _completed(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> Record:
+def _completed(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, ends: Sequence[int]
+) -> Record:
     """Returns the record of a completion; trains every token after the prompt's own, and the end token."""
     end = str(tokenizer.eos_token)
     completion = completion.removesuffix(end)
-    start = tuple(tokenizer(prompt)["input_ids"])
-    ids = tuple(tokenizer(prompt + completion + end)["input_ids"])
+    start, ids = text_ids(tokenizer, prompt), text_ids(tokenizer, prompt + completion + end)
     place = common_start(start, ids)
     sample = Sample(ids, (NOT_TRAINED,) * place + ids[place:])
-    wanted = Prompt(start, completion, len(ids) - place)
-    return Record(sample, wanted, doubt=DOUBT if place < len(start) else "")
+    asked = answer_to(tokenizer, ids, place, ends)
+    if place == len(start):
+        return Record(sample, asked)
+    asked = asked and replace(asked, input_ids=start, completion=completion)  # what follows the whole prompt
+    return Record(sample, asked, doubt=DOUBT)

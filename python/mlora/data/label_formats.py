@@ -16,6 +16,7 @@ from mlora.data.record import (
     Record,
     ids_of_key,
     json_name,
+    text_ids,
     text_of_key,
     unmasked,
 )
@@ -149,7 +150,7 @@ def _unpadded(
     if key == "text":
         if tokenizer is None:
             raise NoTokenizerError("text")
-        ids = tuple(tokenizer(text_of_key(fields, "text"))["input_ids"])
+        ids = text_ids(tokenizer, text_of_key(fields, "text"), end=True)
     else:
         ids = ids_of_key(fields, "input_ids")
     kept = unmasked(fields, len(ids)) if key == "input_ids" else list(range(len(ids)))

@@ -20,6 +20,7 @@ from mlora.data.record import (
     Sample,
     common_start,
     json_name,
+    text_ids,
     text_of_key,
 )
 from mlora.data.trained_parts import refuse_marks
@@ -122,7 +123,7 @@ def _dpo_ids(
     if isinstance(prompt, str):
         end = str(tokenizer.eos_token)
         texts = [str(half) if str(half).endswith(end) else f"{half}{end}" for half in completions]
-        ids = [tuple(tokenizer(text)["input_ids"]) for text in (prompt, *(prompt + text for text in texts))]
+        ids = [text_ids(tokenizer, text) for text in (prompt, *(prompt + text for text in texts))]
         return ids[0], ids[1:]
     start = chat().tokens(prompt, fields, add_generation_prompt=True)["input_ids"]
     wholes = [chat().tokens([*prompt, *half], fields)["input_ids"] for half in completions]

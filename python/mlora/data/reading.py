@@ -46,6 +46,7 @@ class Reading:
         max_length: longer samples are cut to their first ``max_length`` tokens.
         vocab_size: of the base model; ids outside it are refused.
         max_positions: the longest sequence that the base model takes; None = unlimited.
+        ends: ids of the tokens that end an answer; samples have prompts if some are given.
     """
 
     path: str
@@ -57,6 +58,7 @@ class Reading:
     max_length: int
     vocab_size: int
     max_positions: int | None
+    ends: tuple[int, ...] = ()
 
     def parser(self) -> Parser:
         """Returns the function that reads the format's rows; raises FormatError for what it lacks."""
@@ -66,6 +68,7 @@ class Reading:
             assistant_only_loss=self.assistant_only_loss,
             style=self.style,
             labels=self.labels,
+            ends=self.ends,
         )
 
     def batches(

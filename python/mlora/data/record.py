@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlora.memory.memory_model import SilentRows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NOT_TRAINED = -100
 
@@ -252,6 +255,37 @@ def _value(fields: dict[str, Any], key: str, name: str) -> Any:
         where = "line" if name == repr(key) else "message"
         raise FormatError(f"{name} is missing; the {where} has {', '.join(map(repr, fields)) or 'no keys'}")
     return fields[key]
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, end: bool = False) -> tuple[int, ...]:
+    """Returns a text's tokens after the start tokens that the tokenizer adds, which stand there once.
+
+    Some tokenizers append an end token to every text. It is left out: a prompt goes on, and an answer writes
+    its own. `end` keeps it, once, as classifiers read it.
+    """
+    found = tokenizer(text, return_special_tokens_mask=True)
+    ids, added = tuple(found["input_ids"]), found["special_tokens_mask"]
+    if 0 in added:
+        first, last = added.index(0), len(added) - added[::-1].index(0)
+    else:  # nothing lies between start and end: a letter tells where the text would be
+        first = last = (*tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"], 0).index(0)
+    start, own, tail = ids[:first], ids[first:last], ids[last:]
+    if own[: len(start)] == start:
+        start = ()
+    if not end or own[len(own) - len(tail) :] == tail:
+        tail = ()
+    return start + own + tail
+
+
+def answer_to(
+    tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...], place: int, ends: Sequence[int]
+) -> Prompt | None:
+    """Returns the prompt ``ids[:place]`` with the answer up to the first of `ends`; None if none follows."""
+    stop = next((at for at in range(place, len(ids)) if ids[at] in ends), None)
+    if stop is None:
+        return None
+    wanted = tokenizer.decode(list(ids[place:stop]), clean_up_tokenization_spaces=False)
+    return Prompt(ids[:place], str(wanted), stop + 1 - place)
 
 
 def common_start(first: tuple[int, ...], second: tuple[int, ...]) -> int:

@@ -115,6 +115,24 @@ class BaseInfo:
         assert self._tokenizer is not None
         return self._tokenizer
 
+    def end_tokens(self) -> tuple[int, ...]:
+        """Returns the ids of the tokens that end an answer: its generation config's and its tokenizer's.
+
+        RunError if there is none.
+        """
+        from transformers import GenerationConfig
+
+        try:
+            config = GenerationConfig.from_pretrained(self.name)
+        except OSError:  # as Transformers does for a model without generation_config.json
+            config = GenerationConfig.from_model_config(self.config)
+        own = config.eos_token_id
+        known = [self.tokenizer().eos_token_id, *(own if isinstance(own, list) else [own])]
+        ends = tuple(sorted({token for token in known if isinstance(token, int)}))
+        if not ends:
+            raise RunError(f"base_model: {self.name} has no end token in its generation config or tokenizer")
+        return ends
+
     def targets(self, lora: dict[str, Any]) -> set[str]:
         """Returns the modules that a ``lora`` block targets, by their names in PEFT's files.
 

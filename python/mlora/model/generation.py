@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from transformers import GenerationConfig
 
 from mlora.errors import RunError
 
@@ -42,14 +42,6 @@ def sampling(temperature: float, top_p: float, top_k: int) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
 
 
-def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the id of a tokenizer's end token; ValueError if it has none."""
-    found = tokenizer.eos_token_id
-    if not isinstance(found, int):
-        raise ValueError("the base model's tokenizer has no end token (eos_token)")
-    return found
-
-
 def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, special: bool = False) -> str:
     """Returns the text of tokens with spaces as they are; `special` keeps special tokens (end token)."""
     text = tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
@@ -59,10 +51,10 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, specia
 
 @torch.no_grad()
 def complete(
-    model: nn.Module,
+    model: Any,
     requests: Sequence[GenerationRequest],
     *,
-    end_token: int,
+    ends: Sequence[int],
     rows: int = 64,
     draw: Mapping[str, Any] | None = None,
 ) -> list[tuple[int, ...]]:
@@ -70,22 +62,25 @@ def complete(
 
     Nothing is padded, so a prompt never meets another row's padding. Its completion is the same alone and in
     a batch, up to the rounding of matrix products with another number of rows. The model, converted by
-    ``mlora_ext.convert_model``, is in evaluation mode meanwhile. `draw` is from `sampling`; without it, the
-    most likely token is taken. ValueError if a prompt has no tokens.
+    ``mlora_ext.convert_model``, is in evaluation mode meanwhile, and its `generation_config` says nothing: a
+    base's repetition penalty would change which token is the most likely. `draw` is from `sampling`; without
+    it, the most likely token is taken. ValueError if a prompt has no tokens.
 
     Returns:
-        Each request's new tokens: up to and with the end token, or ``max_new_tokens`` of them.
+        Each request's new tokens: up to and with the first of `ends`, or ``max_new_tokens`` of them.
     """
     results: list[tuple[int, ...]] = [()] * len(requests)
-    training = model.training
+    training, own = model.training, model.generation_config
     model.eval()
+    model.generation_config = GenerationConfig()
     try:
         for batch in _batches(requests, rows):
             chosen = [requests[index] for index in batch]
-            for index, tokens in zip(batch, _generate(model, chosen, end_token, draw or {}), strict=True):
+            for index, tokens in zip(batch, _generate(model, chosen, ends, draw or {}), strict=True):
                 results[index] = tokens
     finally:
         model.train(training)
+        model.generation_config = own
     return results
 
 
@@ -102,7 +97,7 @@ def _batches(requests: Sequence[GenerationRequest], rows: int) -> Iterator[list[
 
 
 def _generate(
-    model: Any, requests: Sequence[GenerationRequest], end_token: int, draw: Mapping[str, Any]
+    model: Any, requests: Sequence[GenerationRequest], ends: Sequence[int], draw: Mapping[str, Any]
 ) -> list[tuple[int, ...]]:
     device = next(model.parameters()).device
     ids = torch.tensor([request.input_ids for request in requests], device=device)
@@ -110,11 +105,18 @@ def _generate(
         ids,
         attention_mask=torch.ones_like(ids),
         adapter_names=[request.adapter for request in requests],
-        max_new_tokens=max(request.max_new_tokens for request in requests),
-        eos_token_id=end_token,
-        pad_token_id=end_token,
-        **{"do_sample": False, **draw},
+        generation_config=GenerationConfig(
+            max_new_tokens=max(request.max_new_tokens for request in requests),
+            eos_token_id=list(ends),
+            pad_token_id=ends[0],
+            **{"do_sample": False, **draw},
+        ),
     )
     new = output[:, ids.shape[1] :].tolist()
     rows = (row[: request.max_new_tokens] for row, request in zip(new, requests, strict=True))
-    return [tuple(row[: row.index(end_token) + 1] if end_token in row else row) for row in rows]
+    return [tuple(_ended(row, ends)) for row in rows]
+
+
+def _ended(row: list[int], ends: Sequence[int]) -> list[int]:
+    """Returns a row up to and with the first end token; what follows pads it."""
+    return next((row[: place + 1] for place, token in enumerate(row) if token in ends), row)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from mlora.data.preference import joined
 from mlora.data.record import Sample, sequence_lengths
 from mlora.engine.adapter_state import BatchResult
-from mlora.model.generation import GenerationRequest, complete, end_token, text_of
+from mlora.model.generation import GenerationRequest, complete, text_of
 from mlora.tasks.task import Task
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from mlora.engine.engine import Engine
+    from mlora.model.base_info import BaseInfo
 
 # rows of one generation batch; completions are short, so this bounds the key-value cache, not the time
 GENERATION_ROWS = 64
@@ -85,12 +84,12 @@ def _rows_that_fit(requests: Sequence[GenerationRequest], fits: Fits) -> int:
 
 
 def complete_over_stages(
-    engine: Engine, requests: Sequence[GenerationRequest], *, end_token: int, rows: int
+    engine: Engine, requests: Sequence[GenerationRequest], *, ends: Sequence[int], rows: int
 ) -> list[tuple[int, ...]]:
     """Completes prompts greedily over several stages; each token computes the whole sequences anew.
 
     No stage keeps keys and values: simple, and good enough for completions of some tens of tokens. Returns
-    the new tokens of each request, up to and with the end token, or ``max_new_tokens`` of them.
+    the new tokens of each request, up to and with the first of `ends`, or ``max_new_tokens`` of them.
     """
     new: list[list[int]] = [[] for _ in requests]
     going = [index for index, request in enumerate(requests) if request.max_new_tokens > 0]
@@ -105,7 +104,7 @@ def complete_over_stages(
             drawn = [token for name in batches for token in tokens[str(name)]]
             for index, token in zip(part, drawn, strict=True):
                 new[index].append(token)
-        going = [i for i in going if new[i][-1] != end_token and len(new[i]) < requests[i].max_new_tokens]
+        going = [i for i in going if new[i][-1] not in ends and len(new[i]) < requests[i].max_new_tokens]
     return [tuple(tokens) for tokens in new]
 
 
@@ -130,26 +129,26 @@ class Answers:
 
 
 def answer_prompts(
-    engine: Engine, tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase, fits: Fits
+    engine: Engine, tasks: Sequence[Task], base: BaseInfo, fits: Fits
 ) -> Mapping[str, Answers]:
     """Returns what greedy generation makes of each task's prompts, by task name.
 
-    A completion counts if its text equals the expected one and the end token follows, within as many
-    tokens as the expected completion has.
+    A completion counts if its text equals the expected one and an end token of the base model follows, within
+    as many tokens as the expected completion has.
     """
     wanted = [(task.name, prompt) for task in tasks if task.eval_data for prompt in task.eval_data.prompts]
     requests = [
         GenerationRequest(name, prompt.input_ids, prompt.completion_tokens) for name, prompt in wanted
     ]
-    end = end_token(tokenizer)
+    tokenizer, ends = base.tokenizer(), base.end_tokens()
     rows = _rows_that_fit(requests, fits)
     if engine.alone:
-        answers = complete(engine.model, requests, end_token=end, rows=rows)
+        answers = complete(engine.model, requests, ends=ends, rows=rows)
     else:
-        answers = complete_over_stages(engine, requests, end_token=end, rows=rows)
+        answers = complete_over_stages(engine, requests, ends=ends, rows=rows)
     found = {task.name: Answers() for task in tasks}
     for (name, prompt), answer in zip(wanted, answers, strict=True):
-        own, ended = found[name], bool(answer) and answer[-1] == end
+        own, ended = found[name], bool(answer) and answer[-1] in ends
         keep = len(own.samples) < SAMPLES
         own.count += 1
         if not (ended or keep):

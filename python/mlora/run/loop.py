@@ -382,8 +382,7 @@ class TrainingLoop:
         ]
         answers: Mapping[str, Answers] = {}
         if asked:
-            tokenizer = self._run.base.tokenizer()
-            answers = answer_prompts(self._engine, asked, tokenizer, self._table.fits)
+            answers = answer_prompts(self._engine, asked, self._run.base, self._table.fits)
             append_samples(
                 self._folder.samples,
                 (

@@ -203,10 +203,13 @@ class TaskBuilder:
         self._found_labels: dict[Hashable, FoundLabels] = {}
         self._loaded: dict[tuple[Hashable, ...], Dataset] = {}
 
-    def build(self, adapter: AdapterConfig, datasets: Sequence[DatasetConfig] = ()) -> Task:
+    def build(
+        self, adapter: AdapterConfig, datasets: Sequence[DatasetConfig] = (), *, needs_prompts: bool = True
+    ) -> Task:
         """Reads an adapter's data and checks everything that needs no weights of the model.
 
-        `datasets` were submitted together with the adapter. A RunError says what is wrong.
+        `datasets` were submitted together with the adapter. `needs_prompts`: with `eval_exact_match`,
+        evaluation data without prompts is refused. A RunError says what is wrong.
         """
         if adapter.init_from is not None:
             self._warn(adapter, *check_init_from(adapter, self._base, self._config.quantization))
@@ -233,7 +236,7 @@ class TaskBuilder:
         if adapter.eval_dataset:
             held_in = known[adapter.eval_dataset]
             eval_data = self._load(held_in, adapter, labels, held=held_in.validation_split is not None)
-        if adapter.eval_exact_match and eval_data is not None:
+        if needs_prompts and adapter.eval_exact_match and eval_data is not None:
             _check_prompts(adapter, eval_data)
         plan = self._plan(adapter, data)
         total = adapter.max_steps if adapter.max_steps > 0 else plan.steps_of(adapter.num_train_epochs)
@@ -291,7 +294,9 @@ class TaskBuilder:
     ) -> Dataset:
         """Returns a dataset without the samples that it holds out, or these, as an adapter reads it."""
         style = style_of(adapter.objective)
-        how = adapter.max_length, adapter.assistant_only_loss, style, labels
+        asks = adapter.eval_exact_match and dataset.name == adapter.eval_dataset
+        ends = self._base.end_tokens() if asks else ()
+        how = adapter.max_length, adapter.assistant_only_loss, style, labels, ends
         key = dataset.model_dump_json(), held, *how, *self._versions(dataset)
         if key in self._loaded:
             return self._loaded[key]
@@ -316,6 +321,7 @@ class TaskBuilder:
                 assistant_only_loss=adapter.assistant_only_loss,
                 style=style,
                 labels=labels,
+                ends=ends,
                 cache=self._cache,
                 processes=self._config.dataset_num_proc or 1,
             )
@@ -357,7 +363,7 @@ def check_loss(objective: Any) -> None:
 def _check_prompts(adapter: AdapterConfig, data: Dataset) -> None:
     where = f"eval_exact_match: the dataset {adapter.eval_dataset!r}"
     if not data.prompts:
-        raise RunError(f"{where} has no sample that fits in max_length and ends with the end token")
+        raise RunError(f"{where} has no sample that fits in max_length and whose answer an end token ends")
     if not all(prompt.input_ids for prompt in data.prompts):
         raise RunError(f"{where} has a prompt without tokens; each prompt needs at least one")
 

@@ -215,6 +215,7 @@ def test_prompts_of_classifiers_alone(run: Run, tiny_base: Path, tmp_path: Path)
         tokenizer_object=AutoTokenizer.from_pretrained(base).backend_tokenizer
     ).save_pretrained(base)
     (base / "special_tokens_map.json").unlink(missing_ok=True)
+    (base / "generation_config.json").write_text("{}")
     labels = ("generate", tmp_path / "labels", "--base-model", base)
     ids = [97 - 32] * 64
     expected = engine.next_tokens({"labels": [ids]})["labels"]
@@ -224,7 +225,7 @@ def test_prompts_of_classifiers_alone(run: Run, tiny_base: Path, tmp_path: Path)
     )
     assert only_line(run(*labels, "-p", "a", "-p", "")) == "error: a prompt has no tokens; give at least one"
     assert only_line(run("generate", tmp_path / "text", "--base-model", base, "-p", "a")) == (
-        "error: the base model's tokenizer has no end token (eos_token)"
+        f"error: base_model: {base} has no end token in its generation config or tokenizer"
     )
     assert only_line(run("generate", tmp_path / "text", "--base-model", tiny_base, "-p", "")) == (
         "error: a prompt has no tokens; give at least one"

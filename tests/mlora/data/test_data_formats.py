@@ -42,7 +42,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
 def load(tmp_path: Path, tokenizer):
     def load(format: str, *records: dict[str, Any], **options: Any) -> Dataset:
         path = write_jsonl(tmp_path / "d.jsonl", list(records))
-        options = {"max_length": 1000, "vocab_size": 260, "tokenizer": tokenizer} | options
+        options = {"max_length": 1000, "vocab_size": 260, "tokenizer": tokenizer, "ends": (0,)} | options
         return load_dataset("chats", path, format, **options)
 
     return load

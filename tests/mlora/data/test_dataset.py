@@ -16,7 +16,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
 
 
 def load(path: Path, format: str = "tokens", **options) -> Dataset:
-    options = {"max_length": 100, "vocab_size": 260} | options
+    options = {"max_length": 100, "vocab_size": 260, "ends": (0,)} | options
     return load_dataset("data", path, format, **options)
 
 
@@ -73,32 +73,17 @@ def test_prompt_completion_trains_completion_and_end_token(tmp_path: Path, token
     assert data.prompts[0] == Prompt(first.input_ids[:4], "2", 2)
 
 
-class _Joining:
-    """A tokenizer whose pairs of letters are one token, so that a prompt of odd length changes."""
-
-    eos_token = "!"
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [ord(text[start]) for start in range(0, len(text), 2)]}
-
-
 def test_prompt_that_joins_its_completion_is_masked_as_far_as_it_stays_as_in_trl(tmp_path: Path) -> None:
-    class Growing(_Joining):
-        def __call__(self, text: str) -> dict[str, list[int]]:
-            return {
-                "input_ids": [
-                    sum(map(ord, text[start : start + 2])) % 250 for start in range(0, len(text), 2)
-                ]
-            }
-
+    joining = save_tokenizer(tmp_path, merges=[("c", "d")])
     path = write_jsonl(
         tmp_path / "d.jsonl", [{"prompt": "abc", "completion": "def"}, {"prompt": "ab", "completion": "c"}]
     )
-    data = load(path, "prompt_completion", tokenizer=Growing())
+    data = load(path, "prompt_completion", tokenizer=joining)
     ids = data.samples[0].input_ids
-    assert len(ids) == 4
-    assert data.samples[0].labels == (-100, *ids[1:])
-    assert data.prompts[0].completion_tokens == 3
+    assert joining.convert_ids_to_tokens(ids) == ["a", "b", "cd", "e", "f", "<end>"]
+    assert data.samples[0].labels == (-100, -100, *ids[2:])
+    alone = tuple(joining.convert_tokens_to_ids(list("abc")))
+    assert data.prompts[0] == Prompt(alone, "def", 4)  # it is asked with all of the prompt
     assert len(data.warnings) == 1
     assert "1 of 2 samples have a prompt whose last token changes" in data.warnings[0]
 
@@ -195,11 +180,10 @@ def test_text_needs_a_tokenizer_with_an_end_token(tmp_path: Path, tokenizer) -> 
     with pytest.raises(RunError, match="has no tokenizer; use a dataset of format tokens"):
         load(path, "text")
 
-    class Endless(_Joining):
-        eos_token = None
-
+    tokenizer = save_tokenizer(tmp_path)
+    tokenizer.eos_token = None
     with pytest.raises(RunError, match="has no end token"):
-        load(path, "text", tokenizer=Endless())
+        load(path, "text", tokenizer=tokenizer)
 
 
 def test_samples_beyond_the_models_positions_are_refused(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from mlora.cluster.device import choose_device, dtype_of
+from mlora.config.adapter_config import AdapterConfig
 from mlora.config.aliases import nearest
 from mlora.config.data_faults import data_faults
 from mlora.config.run_config import RunConfig
-from mlora.config.sections import DatasetConfig
+from mlora.config.sections import WITH_PROMPTS, DatasetConfig
 from mlora.engine.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.files.run_folder import RunFolder
@@ -46,13 +47,14 @@ class DataChoice:
         dataset: the name of a dataset of the run; None = each adapter's ``eval_dataset``.
         file: a file of samples, in place of a dataset.
         format: of `file`; None = that of the adapter's dataset.
-        exact_match: also complete prompts, where the data has some.
+        exact_match: also complete prompts, where the data has some; None = of chats only for adapters with
+            ``eval_exact_match``, since long answers take long.
     """
 
     dataset: str | None = None
     file: Path | None = None
     format: str | None = None
-    exact_match: bool = True
+    exact_match: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,9 @@ def evaluate_adapters(
         for name, found in measured.items():
             if found.checkpoint is not None:
                 notes.append(f"{name}: weights of {found.told}")
+        if choice.exact_match:
+            without = [task.name for task in tasks if not _has_prompts(task.eval_data)]
+            notes += [f"{name}: no exact match: its data has no prompts with answers" for name in without]
         notes += builder.warnings
         results = _measure(config, stack, tasks, {name: one.step for name, one in measured.items()}, choice)
     return Evaluation(results, notes)
@@ -172,13 +177,13 @@ def _task(
         "lora": None,
         "dataset": data.name,
         "eval_dataset": data.name,
-        "eval_exact_match": False,
+        "eval_exact_match": _asks(choice, own, data) and data.format in WITH_PROMPTS,
     }
     changed = own.model_copy(update=update)
     for _, fault in data_faults(changed, {data.name: data.format}):
         raise RunError(f"{own.name}: {fault}")
     try:
-        task = builder.build(changed, [*adapter.datasets, data])
+        task = builder.build(changed, [*adapter.datasets, data], needs_prompts=False)
     except RunError as error:
         raise RunError(f"{own.name}: {error}") from error
     if task.objective.reference == START:
@@ -187,6 +192,13 @@ def _task(
             "it trains only (eval_dataset)"
         )
     return task
+
+
+def _asks(choice: DataChoice, own: AdapterConfig, data: DatasetConfig) -> bool:
+    """Whether to complete the prompts of an adapter's data."""
+    if choice.exact_match is None:
+        return own.eval_exact_match or data.format not in ("messages", "sharegpt")
+    return choice.exact_match
 
 
 def _data(config: RunConfig, adapter: RunAdapter, choice: DataChoice) -> DatasetConfig:
@@ -257,7 +269,8 @@ def _of_base(tasks: Sequence[Task]) -> list[Task]:
     """Returns a task of the base model for each dataset that it can be measured on."""
     found: dict[int, Task] = {}
     for task in tasks:
-        if type(task.objective) is CrossEntropy:
+        assert task.eval_data is not None
+        if type(task.objective) is CrossEntropy and not task.eval_data.samples[0].is_labelled:
             found.setdefault(
                 id(task.eval_data), replace(task, config=task.config.model_copy(update={"name": BASE}))
             )
@@ -272,11 +285,11 @@ def _results(
     choice: DataChoice,
 ) -> list[Measured]:
     losses = evaluate_losses(engine, tasks, _always)
-    prompted = [task for task in tasks if choice.exact_match and _has_prompts(task.eval_data)]
+    prompted = [task for task in tasks if _has_prompts(task.eval_data)]
     answers: Mapping[str, Answers] = {}
     if prompted:
-        tokenizer = BaseInfo(config.base_model, config.base_folder).tokenizer()
-        answers = answer_prompts(engine, prompted, tokenizer, _always)
+        base = BaseInfo(config.base_model, config.base_folder)
+        answers = answer_prompts(engine, prompted, base, _always)
     results = []
     for task in tasks:
         assert task.eval_data is not None
