@@ -145,7 +145,13 @@ def resume(run_dir: RunDir, set_: Overrides = None) -> None:
 
 
 @app.command()
-def validate(run: RunFile, set_: Overrides = None) -> None:
+def validate(
+    run: RunFile,
+    set_: Overrides = None,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="also import and try losses and callbacks of one's own")
+    ] = False,
+) -> None:
     """Check a config, its data, its base model and its adapters.
 
     Trains nothing and writes nothing.
@@ -159,7 +165,7 @@ def validate(run: RunFile, set_: Overrides = None) -> None:
         from mlora.run.validation import validate
 
         lines = PlainLines()
-        prepared, plan, placement, quantized = validate(config, lines)
+        prepared, plan, placement, quantized = validate(config, lines, run_code=run_code)
         table = prepared.table
         lines.start(table.tasks)
         if quantized:

@@ -7,21 +7,20 @@ import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from mlora.errors import spelt_alike, unknown_option, unknown_value
+from mlora.errors import spelt_alike, unknown_option
 from mlora.objectives.loss_folder import said_by
 from mlora.objectives.objective import LogProbs, LossOfOwner, Metric, Objective
-from mlora.objectives.options import ObjectiveError, Takes
+from mlora.objectives.options import OWN, ObjectiveError, Takes, own_options
 from mlora.objectives.own_code import TorchSettings, is_own_failure
 from mlora_ext.out_of_memory import is_out_of_memory
 
 LossFunction = Callable[..., Tensor | tuple[Tensor, dict[str, Tensor]]]
-_OWN = ("takes", "reference", "trains_prompts")
 
 
 class LossError(RuntimeError):
@@ -99,6 +98,14 @@ class Unmade(Objective):
         raise LossError(self._reason)
 
 
+def not_run(rows: LogProbs, **options: Any) -> Tensor:
+    """Stands for a loss of one's own where its code must not run, as in ``mlora validate``."""
+    raise LossError("objective: was not run")
+
+
+NOT_RUN = f"{__name__}:{not_run.__name__}"
+
+
 class CustomLoss(Objective):
     """A loss by a function of `LogProbs` that returns the loss of each sample, `[N]`; their mean is trained.
 
@@ -134,12 +141,7 @@ class CustomLoss(Objective):
     ) -> None:
         if not callable(function):
             raise ObjectiveError(f"expected a name, an Objective or a function, got {function!r}")
-        if takes not in get_args(Takes):
-            raise ObjectiveError(unknown_value(str(takes), get_args(Takes)), ("takes",))
-        if reference is not None and not isinstance(reference, str):
-            raise ObjectiveError(f"must be __base__ or an adapter's name, got {reference!r}", ("reference",))
-        if type(trains_prompts) is not bool:
-            raise ObjectiveError(f"must be true or false, got {trains_prompts!r}", ("trains_prompts",))
+        own_options(takes, reference, trains_prompts)
         self.function, self.takes, self.reference = function, takes, reference
         self.trains_prompts = trains_prompts
         self.name = getattr(function, "__name__", type(function).__name__)
@@ -154,7 +156,7 @@ class CustomLoss(Objective):
 
     def options(self) -> dict[str, Any]:
         """Returns all that was given beside the function."""
-        return {**{key: getattr(self, key) for key in _OWN}, **self._options}
+        return {**{key: getattr(self, key) for key in OWN}, **self._options}
 
     def units(self, samples: Sequence[Any], trained: int) -> int:
         """Returns the number of samples."""
@@ -195,5 +197,5 @@ class CustomLoss(Objective):
         known = [each.name for each in accepted][1:]
         for key in self._options:
             if key not in known:
-                hint = unknown_option(key, [*known, *_OWN])
+                hint = unknown_option(key, [*known, *OWN])
                 raise ObjectiveError(f"unknown option of {self.name}; {hint}", (key,))

@@ -24,10 +24,10 @@ def placed(name: str, folder: Path | str) -> str:
     return f"{path.resolve()}:{function}" if path.is_file() else name
 
 
-def function_of(name: str, folder: Path | str | None = None) -> Any:
-    """Returns what a name means. ObjectiveError if it cannot be imported; it names the folder of `placed`."""
+def function_of(name: str) -> Any:
+    """Runs a file or a module and returns what a name means. ObjectiveError if it cannot be imported."""
     module, _, function = name.rpartition(":")
-    with _FailuresOfImport(name, folder):
+    with _FailuresOfImport(name):
         if not module.endswith(".py"):
             return resolve_name(name)
         found: Any = _folder_of(module).module(_path_of(module))
@@ -52,7 +52,7 @@ def sources_of(name: str) -> Mapping[str, str]:
     module, _, _ = name.rpartition(":")
     if not module.endswith(".py"):
         return {}
-    with _FailuresOfImport(name, None):
+    with _FailuresOfImport(name):
         return _folder_of(module).digests(_path_of(module))
 
 
@@ -77,7 +77,7 @@ def renew(names: Collection[str]) -> list[str]:
     faults = []
     for folder, name in {_folder_of(module): name for module, name in files.items()}.items():
         try:
-            with _FailuresOfImport(name, None):
+            with _FailuresOfImport(name):
                 folder.renew()
         except ObjectiveError as error:
             faults.append(str(error))
@@ -101,8 +101,8 @@ def _folder(path: Path) -> LossFolder:
 class _FailuresOfImport:
     """Raises whatever an import raises as an ObjectiveError in one line: a module may raise anything."""
 
-    def __init__(self, name: str, folder: Path | str | None) -> None:
-        self._name, self._folder = name, folder
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __enter__(self) -> None:
         from mlora.objectives.own_code import TorchSettings
@@ -121,11 +121,7 @@ class _FailuresOfImport:
         if not isinstance(error, ImportError | AttributeError | OSError):
             reason = f"{type(error).__name__}: {reason}"
         module, _, function = self._name.rpartition(":")
-        lacks = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-        if lacks and self._folder is not None:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             file = f"{module.replace('.', '/')}.py"
-            path = Path(self._folder).resolve() / file
-            reason += (
-                f"; for {path} write {file}:{function}" if path.is_file() else f", and there is no {path}"
-            )
+            reason += f"; for a file beside the run's YAML write {file}:{function}"
         raise ObjectiveError(f"{self._name}: cannot be imported: {reason}", ("name",)) from error

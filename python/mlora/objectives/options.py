@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mlora.errors import unknown_value
 
 BASE_ROWS = "__base__"  # the owner of rows without an adapter
 START = "init_from"  # as a reference: the weights that an adapter starts from
@@ -12,6 +14,10 @@ START = "init_from"  # as a reference: the weights that an adapter starts from
 
 Takes = Literal["sequences", "pairs", "judged"]
 """What samples an objective takes: single sequences, preference pairs, or completions judged good or bad."""
+
+
+OWN = ("takes", "reference", "trains_prompts")
+"""Options that every loss of one's own has."""
 
 
 def owner_of(reference: str | None, name: str) -> str | None:
@@ -29,6 +35,19 @@ class ObjectiveError(ValueError):
     def __init__(self, message: str, loc: tuple[str, ...] = ()) -> None:
         super().__init__(f"{'.'.join(('objective', *loc))}: {message}")
         self.loc, self.message = loc, message
+
+
+def own_options(
+    takes: Any = "sequences", reference: Any = None, trains_prompts: Any = False
+) -> dict[str, Any]:
+    """Returns the options in `OWN`; ObjectiveError if one is wrong."""
+    if takes not in get_args(Takes):
+        raise ObjectiveError(unknown_value(str(takes), get_args(Takes)), ("takes",))
+    if reference is not None and not isinstance(reference, str):
+        raise ObjectiveError(f"must be __base__ or an adapter's name, got {reference!r}", ("reference",))
+    if type(trains_prompts) is not bool:
+        raise ObjectiveError(f"must be true or false, got {trains_prompts!r}", ("trains_prompts",))
+    return {"takes": takes, "reference": reference, "trains_prompts": trains_prompts}
 
 
 class Options(BaseModel):

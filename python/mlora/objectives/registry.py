@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from mlora.errors import literals, unknown_option, unknown_value
 from mlora.objectives.function_file import changed_source, function_of, placed, sources_of
 from mlora.objectives.options import (
+    OWN,
     CpoOptions,
     DpoOptions,
     KtoOptions,
@@ -25,6 +26,7 @@ from mlora.objectives.options import (
     OrpoOptions,
     SimpoOptions,
     Takes,
+    own_options,
 )
 
 if TYPE_CHECKING:
@@ -105,12 +107,14 @@ def resolved(spec: Any, folder: Path | str | None = None) -> str | dict[str, Any
         folder: where a function's file may be, beside Python's path.
 
     Raises:
-        ObjectiveError: the objective or an option is unknown, or a value is wrong.
+        ObjectiveError: the objective or an option is unknown, or a value is wrong. Code of a loss of one's
+            own is not run here: `objective_of` refuses a function that is missing, and its unknown options.
     """
     name, options = _split(spec)
     if ":" in name:
         name = name if folder is None else placed(name, folder)
-        return {"name": name, **_of_function(name, options, folder).options()}
+        own = own_options(**{key: options[key] for key in OWN if key in options})
+        return {"name": name, **own, **options}
     model = _entry(name).options
     for key in options:
         if key not in model.model_fields:
@@ -277,10 +281,10 @@ def _entry(name: str) -> _Entry:
     return _OBJECTIVES[name]
 
 
-def _of_function(name: str, options: Mapping[str, Any], folder: Path | str | None = None) -> Any:
+def _of_function(name: str, options: Mapping[str, Any]) -> Any:
     from mlora.objectives.custom import CustomLoss  # imports torch, as the function's module will
 
-    return CustomLoss(function_of(name, folder), **options)
+    return CustomLoss(function_of(name), **options)
 
 
 def _text(fault: Any) -> str:

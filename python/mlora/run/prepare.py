@@ -163,6 +163,11 @@ def _check_config(config: RunConfig, device: str) -> None:
     check_folders(config)
     check_trackers(config)
     check_callbacks(config)
+    for adapter in config.adapters:
+        try:
+            check_loss(adapter.objective)
+        except RunError as error:
+            raise RunError(f"{adapter.name}: {error}") from error
 
 
 def _check_base(config: RunConfig, base: BaseInfo) -> None:

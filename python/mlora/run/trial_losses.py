@@ -10,6 +10,7 @@ import torch
 
 from mlora.data.packing import PackedBatch, pack
 from mlora.data.preference import joined
+from mlora.objectives.custom import NOT_RUN
 from mlora.objectives.function_file import renew
 from mlora.objectives.registry import name_of, objective_of
 from mlora.objectives.token_losses import Owners, by_objective
@@ -29,7 +30,8 @@ def faults_of_own_losses(
     may be one of real numbers: it is a warning. Training sees files of losses, and torch's random numbers, as
     if nothing had been called.
     """
-    own = [task for task in tasks if ":" in name_of(task.config.objective) and task.data.samples]
+    named = {task.name: name_of(task.config.objective) for task in tasks if task.data.samples}
+    own = [task for task in tasks if ":" in named.get(task.name, "") and named[task.name] != NOT_RUN]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         found = {task.name: _fault(task, device, metric, warn) for task in own}
         for reason in renew({name_of(task.config.objective) for task in own}):

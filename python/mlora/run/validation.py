@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,9 @@ from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError, first_line
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import free_memory, used_at_first, used_memory
+from mlora.objectives.custom import NOT_RUN
+from mlora.objectives.options import OWN
+from mlora.objectives.registry import name_of
 from mlora.planning.memory_plan import MemoryPlan, memory_plan
 from mlora.planning.placement import Placement
 from mlora.planning.task_memory import memory_need
@@ -45,10 +48,11 @@ class Validated(NamedTuple):
     quantized: str | None = None
 
 
-def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
+def validate(config: RunConfig, reporter: Reporter | None = None, *, run_code: bool = False) -> Validated:
     """Reads, checks and loads all that a run needs before its first step; writes nothing.
 
-    An ``output_dir`` that is not empty, and more memory than is free, are only warnings.
+    Imports callbacks and losses of one's own, and tries the losses, only with `run_code`. An ``output_dir``
+    that is not empty, and more memory than is free, are only warnings.
     """
     reporter = reporter or Reporter()
     folder = RunFolder(config.output_dir)
@@ -59,6 +63,8 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
     if config.sweep is not None:
         sweep_of(config, warn=reporter.warn)
         config = RunConfig.model_validate(config.with_samples())
+    if not run_code:
+        config = _without_code(config, reporter)
     cpu = torch.device("cpu")
     before = used_memory(cpu)
     unlimited = config.scheduler.model_copy(update={"memory_limit": None})
@@ -86,6 +92,23 @@ def validate(config: RunConfig, reporter: Reporter | None = None) -> Validated:
     if config.offload != OffloadConfig():
         placement = Placement(prepared.placed, config.offload.options, plan, forecast, trained)
     return Validated(prepared, plan, placement, _quantized(config, prepared))
+
+
+def _without_code(config: RunConfig, reporter: Reporter) -> RunConfig:
+    """Returns a config whose adapters have stand-ins for code of users, and names what was left out."""
+    adapters, left = [], set[str]()
+    for adapter in config.adapters:
+        changed: dict[str, Any] = {"callbacks": None}
+        left |= {one if isinstance(one, str) else one["name"] for one in adapter.callbacks or ()}
+        if ":" in (name := name_of(adapter.objective)):
+            assert isinstance(adapter.objective, dict)
+            left.add(name)
+            own = {key: adapter.objective[key] for key in OWN}
+            changed["objective"] = {"name": NOT_RUN, **own}
+        adapters.append(adapter.model_copy(update=changed))
+    if left:
+        reporter.note(f"not run: {', '.join(sorted(left))}; add --run-code to import and try this code")
+    return config.model_copy(update={"adapters": adapters})
 
 
 def _quantized(config: RunConfig, prepared: Prepared) -> str | None:

@@ -353,9 +353,10 @@ def _with_template_of(data: Dataset, tokenizer: Any, base: BaseInfo) -> Dataset:
 
 
 def check_loss(objective: Any) -> None:
-    """Raises RunError if a file of one's own loss has changed since this process read it."""
+    """Imports a loss of one's own. RunError if that fails, or if its file has changed since it was read."""
     try:
         check_unchanged(objective)
+        objective_of(objective)
     except ObjectiveError as error:
         raise RunError(str(error)) from error
 

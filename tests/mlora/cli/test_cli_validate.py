@@ -222,7 +222,7 @@ def test_losses_of_ones_own_are_tried(run: Run, tiny_base: Path, tmp_path: Path)
         wanted | {"name": "lacks", "objective": {"name": "tried:lacks", "takes": "pairs"}},
         wanted | {"name": "pairs", "objective": pairs},
     ]
-    result = run("validate", write_run(tmp_path, data))
+    result = run("validate", write_run(tmp_path, data), "--run-code")
     assert result.exit_code == 1
     told = result.stderr.splitlines()
     rows = re.search(r"got \[(\d+)\]", told[1])
@@ -241,10 +241,10 @@ def test_losses_of_ones_own_are_tried(run: Run, tiny_base: Path, tmp_path: Path)
     assert told[4:] == [f"error: {tmp_path / 'run.yaml'}: 4 of 6 adapters would be refused"]
     for adapter in data["adapters"]:
         adapter["objective"] = pairs if adapter["dataset"] == "pairs" else data["adapters"][1]["objective"]
-    result = run("validate", write_run(tmp_path, data))
+    result = run("validate", write_run(tmp_path, data), "--run-code")
     assert result.exit_code == 0, result.stderr
     data["adapters"] = [data["adapters"][0] | {"objective": "tried:shape"}]
-    result = run("validate", write_run(tmp_path, data))
+    result = run("validate", write_run(tmp_path, data), "--run-code")
     assert result.stderr.splitlines()[-1] == "error: every adapter was refused; nothing to train"
 
 
@@ -267,6 +267,6 @@ def test_a_metric_that_an_own_loss_lacks(run: Run, tiny_base: Path, tmp_path: Pa
             data.pop("adapters", None)
         else:
             data["adapters"] = [first | {key: metric}, data["adapters"][-1]]
-        result = run("validate", write_run(tmp_path, data))
+        result = run("validate", write_run(tmp_path, data), "--run-code")
         told = f"refused: {key}: eval_two is not measured; metrics: eval_loss, eval_late"
         assert (told in result.stderr, result.exit_code) == (lacking, int(lacking)), result.stderr

@@ -124,6 +124,7 @@ def test_an_error_names_the_loss_and_the_file_that_it_imports(tmp_path: Path) ->
     text = "import common\ndef loss(rows):\n    return -rows.sums()\n"
     write(tmp_path, first=text, common="factor = 1\n", new=text)
     first = resolved("first:loss", tmp_path)
+    objective_of(first)
     write(tmp_path, common="factor = 2\n")
     for spec, name in ((first, "first"), (resolved("new:loss", tmp_path), "new")):
         with pytest.raises(ObjectiveError) as error:

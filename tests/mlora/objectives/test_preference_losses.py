@@ -236,13 +236,24 @@ def test_names_and_defaults_are_trls() -> None:
             "label_smoothing is read by loss_type robust only, got sigmoid",
         ),
         ({"name": "cpo", "simpo_gamma": 1}, "simpo_gamma is read by loss_type simpo only, got sigmoid"),
-        ("nowhere:loss", r"objective\.name: nowhere:loss: cannot be imported"),
+        (
+            {"name": "nowhere:loss", "takes": "pear"},
+            r"takes: 'pear' is unknown; did you mean 'pairs'",
+        ),
+        (
+            {"name": "nowhere:loss", "reference": 3},
+            "reference: must be __base__ or an adapter",
+        ),
+        ({"name": "nowhere:loss", "trains_prompts": 1}, r"trains_prompts: must be true or false, got 1"),
         (7, "objective: must be a name, or keys and values with the key name, got 7"),
     ],
 )
 def test_wrong_options_are_refused(spec: Any, message: str) -> None:
     with pytest.raises(ObjectiveError, match=message):
         resolved(spec)
+    assert resolved("nowhere:loss")["takes"] == "sequences"  # runs no code
+    with pytest.raises(ObjectiveError, match=r"objective\.name: nowhere:loss: cannot be imported"):
+        objective_of("nowhere:loss")
 
 
 def margins(rows: LogProbs, margin: float = 1.0) -> Any:
@@ -267,7 +278,7 @@ def test_a_custom_loss_by_its_function_and_by_its_name() -> None:
     with pytest.raises(
         ObjectiveError, match=r"objective\.marign: unknown option of margins; did you mean 'margin'"
     ):
-        resolved({"name": name, "marign": 1})
+        objective_of({"name": name, "marign": 1})
     with pytest.raises(ObjectiveError, match=r"objective\.takes: must be one of sequences, pairs or judged"):
         CustomLoss(margins, takes="triples")  # type: ignore[arg-type]
     wrong = CustomLoss(lambda rows: rows.log_p)

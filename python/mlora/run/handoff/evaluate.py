@@ -24,6 +24,7 @@ from mlora.files.run_folder import RunFolder
 from mlora.model.base_info import BaseInfo
 from mlora.objectives.objective import CrossEntropy
 from mlora.objectives.options import START
+from mlora.objectives.registry import name_of
 from mlora.run.evaluation import Answers, answer_prompts, evaluate_losses
 from mlora.run.handoff.adapters import FoundWeights, RunAdapter, find_weights, named_adapter, open_run
 from mlora.run.handoff.peft_folders import peft_folder_of
@@ -171,6 +172,11 @@ def _task(
 ) -> Task:
     """Returns an adapter as a task that begins with its weights, and whose evaluation data was chosen."""
     own = adapter.config
+    if ":" in (code := name_of(own.objective)):
+        raise RunError(
+            f"{own.name}: its objective {code} is code that `mlora evaluate` does not run; it is measured "
+            "while the adapter trains only (eval_dataset)"
+        )
     data = _data(config, adapter, choice)
     update = {
         "init_from": str(source),
