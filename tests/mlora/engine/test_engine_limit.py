@@ -57,6 +57,13 @@ def memory_of(engine: Engine) -> MemoryLimit:
     return engine.memory
 
 
+@pytest.mark.parametrize("limit", ["1KiB", RESERVED])
+def test_a_limit_that_leaves_nothing_is_refused_at_once(limit: int | str) -> None:
+    said = r"^nothing is left for adapters: of memory_limit .*; raise the limit by \d+"
+    with pytest.raises(MemoryLimitError, match=said):
+        Engine(model(), memory_limit=limit)
+
+
 def test_a_batch_is_cut_until_it_fits_and_computes_the_same() -> None:
     with with_adapters(Engine(model(), seed=1)) as engine:
         expected, gradients = engine.forward_backward(BATCH), engine.state_dict("a")["gradients"]
