@@ -26,7 +26,7 @@ from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
 from mlora.engine.batcher import Batcher
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.measured_samples import PIECES, MeasuredSamples
-from mlora.engine.memory_limit import MemoryLimit
+from mlora.engine.memory_limit import MemoryLimit, check_left
 from mlora.engine.put_adapter import labelled, plain_lora, put_adapter
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
 from mlora.engine.start_beside import put_start_beside
@@ -318,6 +318,8 @@ class Engine(Batcher):
                 self._admission = admission
 
         stages = self._dry(self.blocks if self.stages > 1 else 1)
+        own, *others = self._look()
+        check_left(limit, name, [max(0, own - earlier), *others])
         samples.warm_up()
         memory = MemoryLimit(
             AdapterMemory(stages, unlimited if measured or self.device.type != "cpu" else None),
