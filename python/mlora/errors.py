@@ -22,6 +22,20 @@ class MemoryLimitError(ValueError):
     """Something does not fit into an engine's memory limit; the message says how much would."""
 
 
+def check_kind(argument: str, value: Any, expected: str, *kinds: type) -> None:
+    """Raises ValueError if an argument is of none of these kinds, which `expected` says in words."""
+    no_number = isinstance(value, bool) and bool not in kinds
+    no_list = isinstance(value, str | bytes) and str not in kinds
+    if not isinstance(value, kinds) or no_number or no_list:
+        raise ValueError(f"{argument}: expected {expected}, got {type(value).__name__}")
+
+
+def check_kinds(*arguments: tuple[Any, ...]) -> None:
+    """Does `check_kind` for several arguments."""
+    for one in arguments:
+        check_kind(*one)
+
+
 def spelt_alike(word: str, words: Sequence[str], alike: float = 0.6) -> str | None:
     """Returns the most similarly spelt of `words`, or None if no similarity reaches `alike` (0 to 1)."""
     by_case = {each.lower(): each for each in words}

@@ -46,7 +46,7 @@ def existing_device(device: str | torch.device) -> torch.device:
     """Returns a device by its name. Raises RunError if that is none, or if the machine lacks the device."""
     try:
         place = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise RunError(f"device: must be cpu, cuda or cuda:<index>, got {device!r}") from error
     if place.type == "cuda" and not torch.cuda.is_available():
         raise RunError(f"device: {device} is not there; this torch sees no CUDA device")

@@ -184,7 +184,7 @@ class AdapterStates(dict[str, AdapterState]):
 
     def of(self, name: str) -> AdapterState:
         """Returns an adapter's state; raises ValueError for an unknown name."""
-        if name not in self:
+        if not isinstance(name, str) or name not in self:
             known = ", ".join(self.named) or "none"
             raise ValueError(f"no adapter {name!r} in this engine; its adapters: {known}")
         return self[name]

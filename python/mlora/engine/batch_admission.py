@@ -31,6 +31,15 @@ class BatchAdmission:
         self._memory, self._states = memory, states
         self._under_way: dict[int, list[Sequence[float]]] = {}
 
+    def check_room(self) -> None:
+        """Raises MemoryLimitError if the limit leaves no memory even for the smallest adapter, alone."""
+        missing, memory = -min(self._free([STAND_IN])), self._memory
+        if missing >= 0:
+            taken = memory.taken(memory.base, memory.reserved)
+            raise MemoryLimitError(
+                f"nothing is left for adapters: {taken}; raise the limit by {in_units(max(1, missing))}"
+            )
+
     def check_states(self, name: str) -> None:
         """Raises MemoryLimitError if the states of a new adapter do not fit beside the others'."""
         names, memory = [*self._states, name], self._memory

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlora.data.packing import BASE
 from mlora.data.preference import joined
 from mlora.engine.adapter_state import AdapterStates
 from mlora.engine.batch_admission import Batch
+from mlora.errors import check_kind
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.objective import CrossEntropy, Objective
 from mlora.objectives.options import START
@@ -22,6 +23,7 @@ def checked_samples(states: AdapterStates, batches: Batch) -> dict[Any, Sequence
     Raises ValueError for an unknown adapter, samples of the wrong kind, labels that the adapter does not
     predict, or a reference that is not beside it.
     """
+    check_batches(batches, "samples")
     found: dict[Any, Sequence[Any]] = {}
     for name, samples in batches.items():
         objective = _CROSS_ENTROPY if name in (None, BASE) else states.of(name).objective
@@ -29,6 +31,13 @@ def checked_samples(states: AdapterStates, batches: Batch) -> dict[Any, Sequence
         _check_reference(states, name, objective)
         _check_labels(name, objective, found[name])
     return found
+
+
+def check_batches(batches: Any, what: str) -> None:
+    """Raises ValueError unless batches are lists by adapter name, of what the message calls `what`."""
+    check_kind("batches", batches, f"a dict of lists of {what} by adapter name", Mapping)
+    for name, rows in batches.items():
+        check_kind(f"adapter {name!r}", rows, f"a list of {what}", Sequence)
 
 
 def _check_labels(name: str | None, objective: Objective, samples: Sequence[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -17,9 +17,11 @@ from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
 from mlora.data.record import Sample
 from mlora.engine.adapter_state import AdapterStates, BatchResult
 from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
-from mlora.engine.batch_samples import checked_samples
+from mlora.engine.batch_samples import check_batches, checked_samples
 from mlora.engine.stage_group import StageGroup
+from mlora.errors import check_kind
 from mlora.memory.estimate import MemorySample
+from mlora.model.base_info import router_loss_fault
 from mlora.objectives.custom import FailuresOfLoss, LossError
 from mlora.objectives.label_losses import LabelObjective, SingleLabel
 from mlora.objectives.registry import CROSS_ENTROPY
@@ -61,6 +63,7 @@ class Batcher:
         self._pipeline, self._states = group.driver, AdapterStates()
         self._vocab_size, self._micro_batches = group.first.base.vocab_size, micro_batches
         self._measures = count(1)
+        self._fault = router_loss_fault(group.first.base.model.config)  # why nothing can be trained
 
     def forward_backward(
         self, batches: Mapping[str, Sequence[Sample]], *, ends: Sequence[str] = ()
@@ -77,7 +80,8 @@ class Batcher:
             `discard_gradients` or `remove_adapter` for it.
 
         Raises:
-            ValueError: if a name is unknown, or a sample is malformed.
+            ValueError: if a name is unknown, a sample is malformed, or the base model's config asks for its
+                routers' auxiliary loss.
             LossError: if an adapter's objective failed. That adapter loses what it has accumulated; the
                 others have their gradients.
             OptimizerError: if the optimizer of an adapter of the batch failed in an earlier step. Remove that
@@ -111,6 +115,10 @@ class Batcher:
             ValueError: if a name is unknown, adapters are in several replicas, `ends` names one without
                 samples, or a sample is malformed; nothing has entered then.
         """
+        if self._fault:
+            raise ValueError(self._fault)
+        check_batches(batches, "samples")
+        check_kind("ends", ends, "a list of adapter names", Sequence, Set)
         for name in ends:
             if name not in batches:
                 raise ValueError(f"ends: expected adapters of the batch ({', '.join(batches)}), got {name!r}")
@@ -181,6 +189,9 @@ class Batcher:
         Raises:
             ValueError: if none of them is under way, as after an error.
         """
+        check_kind("futures", futures, "a list of what start returned", Sequence)
+        for future in futures:
+            check_kind("futures", future, "what start returned", BatchFuture)
         by_last = {future.last: future for future in futures}
         return by_last[0] if 0 in by_last else by_last[self._pipeline.first_done(list(by_last))]
 
@@ -199,6 +210,7 @@ class Batcher:
             LossError, OptimizerError, Exception: as `forward_backward`. Over several stages, a stage may have
                 made the step that failed just before this batch.
         """
+        check_kind("future", future, "what start returned", BatchFuture)
         results: dict[str, BatchResult] = {}
         for place, (batch, number) in enumerate(future.parts):
             with ExitStack() as stack:
@@ -244,6 +256,7 @@ class Batcher:
             ValueError: if a name is unknown.
         """
         replicas: dict[int, list[str]] = {}
+        check_kind("names", names, "a list of adapter names", Sequence)
         for name in names:
             replicas.setdefault(self._states.of(name).replica, []).append(name)
         for replica, own in replicas.items():
@@ -324,6 +337,7 @@ class Batcher:
         Raises:
             ValueError, LossError, OptimizerError: as `evaluate`.
         """
+        check_kind("batches", batches, "an iterable of batches", Iterable)
         under_way: deque[_Parts] = deque()
         try:
             for batch in batches:
@@ -382,7 +396,10 @@ class Batcher:
                 labels at once, or answers.
             OptimizerError: as `evaluate`.
         """
+        check_batches(batches, "sequences of token ids")
         for owner in batches:
+            for ids in batches[owner]:
+                check_kind(f"adapter {owner!r}", ids, "a list of sequences of token ids", Sequence)
             objective = None if owner in (None, BASE) else self._states.of(str(owner)).objective
             if isinstance(objective, LabelObjective) and not isinstance(objective, SingleLabel):
                 raise ValueError(

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from numbers import Integral
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,10 +26,11 @@ from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
 from mlora.engine.batcher import Batcher
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.measured_samples import PIECES, MeasuredSamples
-from mlora.engine.memory_limit import MemoryLimit
+from mlora.engine.memory_limit import MemoryLimit, check_left
 from mlora.engine.put_adapter import labelled, plain_lora, put_adapter
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
 from mlora.engine.start_beside import put_start_beside
+from mlora.errors import check_kind, check_kinds
 from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.base_info import DIGEST, BaseInfo
@@ -59,6 +61,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mlora.data.record import Sample
+
+
+_PATH = (str, os.PathLike)
+_STATE = {"weights", "gradients", "moments", "units", "rows", "updates", "scaler", "steps", "dropout_seed"}
 
 
 class Engine(Batcher):
@@ -148,6 +154,25 @@ class Engine(Batcher):
             dtype = torch.float16
         if fp16 and dtype is not torch.float16:
             raise ValueError(f"fp16: expected dtype torch.float16 beside it, got {dtype}")
+        check_kinds(
+            (
+                "base_model",
+                base_model,
+                "a folder, a hub id, or a Transformers model",
+                *_PATH,
+                PreTrainedModel,
+            ),
+            ("seed", seed, "a whole number", Integral),
+            ("stages", stages, "a number, or a list of numbers of blocks", Integral, Sequence),
+            ("micro_batches", micro_batches, "a whole number", Integral),
+            ("in_flight", in_flight, "a whole number, or None", Integral, NoneType),
+            ("trace", trace, "a whole number", Integral),
+            ("frozen_weight", frozen_weight, "a name", str),
+            ("schedule", schedule, "a name", str),
+            ("offload", offload, "OffloadOptions", OffloadOptions),
+            ("stage_group", stage_group, "a StageGroup, or None", StageGroup, NoneType),
+            *(("stages", each, "numbers of blocks", Integral) for each in _listed(stages)),
+        )
         if micro_batches < 1:
             raise ValueError(f"micro_batches: expected at least 1, got {micro_batches}")
         place = existing_device(device)
@@ -272,7 +297,10 @@ class Engine(Batcher):
             MemoryLimitError: if the limit leaves no memory beside the base model.
             ValueError: if there are several replicas, or several stages in one process, or adapters.
         """
-        limit = parse_size(limit)
+        try:
+            limit = parse_size(limit)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
         if self.adapters:
             raise ValueError(f"memory_limit: set it before there are adapters, got {len(self.adapters)}")
         if self.replicas > 1:
@@ -294,6 +322,8 @@ class Engine(Batcher):
                 self._admission = admission
 
         stages = self._dry(self.blocks if self.stages > 1 else 1)
+        own, *others = self._look()
+        check_left(limit, name, [max(0, own - earlier), *others])
         samples.warm_up()
         memory = MemoryLimit(
             AdapterMemory(stages, unlimited if measured or self.device.type != "cpu" else None),
@@ -310,6 +340,7 @@ class Engine(Batcher):
         if enforce:
             memory.adapters.know(STAND_IN, samples.stand_in(), OptimConfig(total_steps=1), FORESEEN)
             self._admission = BatchAdmission(memory, self._states)
+            self._admission.check_room()
         return memory
 
     def _look(self) -> list[int]:
@@ -382,6 +413,18 @@ class Engine(Batcher):
                 does not fit, labels do not fit its task, the optimizer does not serve the device or the
                 adapter, or initial values cannot be computed from `start_batches` or `start_weights`.
         """
+        check_kinds(
+            ("name", name, "a text", str),
+            ("optim", optim, "an OptimConfig", OptimConfig),
+            ("init_from", init_from, "the path of a PEFT folder, or None", *_PATH, NoneType),
+            ("seed", seed, "a whole number, or None", Integral, NoneType),
+            ("replica", replica, "a whole number", Integral),
+            ("start_batches", start_batches, "a list of batches, or None", Sequence, NoneType),
+            ("start_weights", start_weights, "a path or hub id, or None", *_PATH, NoneType),
+            ("num_labels", num_labels, "a whole number, or None", Integral, NoneType),
+            ("problem_type", problem_type, "a text, or None", str, NoneType),
+            ("label_names", label_names, "a list of texts, or None", Sequence, NoneType),
+        )
         if name in self._states:
             raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
         if start_weights is not None and (lora is None or init_from is not None or not needs_weights(lora)):
@@ -590,6 +633,9 @@ class Engine(Batcher):
                 another one.
         """
         adapter = self._states.of(name)
+        check_kind("state", state, "what state_dict returned", Mapping)
+        if lacking := _STATE - state.keys():
+            raise ValueError(f"state: expected what state_dict returned, but it lacks {min(lacking)}")
         weights = mlora_ext.adapter_parameters(self.registry, name)
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
@@ -653,6 +699,8 @@ class Engine(Batcher):
                 adapter.
             OSError: if the folder cannot be written.
         """
+        check_kind("folder", folder, "a path", *_PATH)
+        check_kind("weights", weights, "what weights returned, or None", Mapping, NoneType)
         weights = self.weights(name) if weights is None else weights
         told = {} if self.base_digest is None else {DIGEST: self.base_digest}
         mlora_ext.save_adapter(self.registry, name, folder, weights, metadata=told)
@@ -672,6 +720,7 @@ class Engine(Batcher):
         Raises:
             ValueError: as `create_adapter`.
         """
+        check_kind("folder", folder, "the path of a PEFT folder", *_PATH)
         warn_of_base(self.model, name, folder)
         self.create_adapter(name, None, optim, init_from=folder)
 
@@ -721,6 +770,10 @@ class Engine(Batcher):
 
 def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
+
+
+def _listed(stages: int | Sequence[int]) -> Sequence[int]:
+    return stages if isinstance(stages, Sequence) else ()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -284,10 +284,26 @@ class MemoryLimit:
 
     def taken(self, base: Sequence[int], reserved: int) -> str:
         """Says what the limit is and what of it is taken, for a message."""
-        return (
-            f"of {self._name} {in_units(self.limit)}, the base model and libraries take "
-            f"{in_units(max(base))}, and {in_units(reserved)} are kept in reserve"
-        )
+        return taken_of(self.limit, self._name, base, reserved)
+
+
+def taken_of(limit: int, name: str, base: Sequence[int], reserved: int) -> str:
+    """Says what a limit of this name is and what of it is taken, for a message."""
+    return (
+        f"of {name} {in_units(limit)}, the base model and libraries take {in_units(max(base))}, and "
+        f"{in_units(reserved)} are kept in reserve"
+    )
+
+
+def check_left(limit: int, name: str, base: Sequence[int]) -> None:
+    """Raises MemoryLimitError if a limit leaves nothing beside the processes with the base model alone.
+
+    So it is known before a first micro-batch, which would take more than the limit.
+    """
+    missing = max(base) + _LEAST_RESERVED - limit
+    if missing >= 0:
+        taken, more = taken_of(limit, name, base, _LEAST_RESERVED), in_units(max(1, missing))
+        raise MemoryLimitError(f"nothing is left for adapters: {taken}; raise the limit by more than {more}")
 
 
 def in_units(size: float) -> str:

@@ -252,6 +252,22 @@ def quantization_of(name: str, config: Any) -> dict[str, Any] | None:
     return None
 
 
+def router_loss_fault(config: Any) -> str | None:
+    """Returns why a base model cannot be trained whose config asks for its routers' auxiliary loss, or None.
+
+    Transformers computes that loss from all tokens of a batch and all layers, and adds it to cross-entropy.
+    """
+    text = config.get_text_config()
+    asked = any(getattr(part, "output_router_logits", False) for part in (config, text))
+    if not asked or getattr(text, "router_aux_loss_coef", None) == 0:
+        return None
+    return (
+        "base_model: its config has output_router_logits: true, which adds its routers' auxiliary loss, "
+        "and that loss is not served; set it to false in config.json (Engine: in model.config) to train "
+        "without it"
+    )
+
+
 def _check_packing(name: str, method: str, said: dict[str, Any]) -> None:
     """Raises RunError for GPTQ and AWQ checkpoints in another form than layers can be read from."""
     if method not in ("gptq", "awq"):

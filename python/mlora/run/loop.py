@@ -39,6 +39,9 @@ from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
 from mlora.tasks.task import Task
 from mlora_ext.out_of_memory import is_out_of_memory
 
+_NO_GRADIENT = 3
+"""Steps in a row without a gradient that are worth a warning."""
+
 
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
@@ -330,6 +333,7 @@ class TrainingLoop:
         record |= progress.metrics
         if result.skipped:
             record["skipped"] = True
+        self._watch_gradient(task, result.grad_norm)
         progress.open_loss, progress.open_tokens, progress.open_units = 0.0, 0, 0
         progress.open_metrics, progress.open_counts = {}, {}
         self._metrics.write(**record)
@@ -337,6 +341,20 @@ class TrainingLoop:
         if self._logs(task, record):
             self._reporter.logged(task, record)
         return True
+
+    def _watch_gradient(self, task: Task, norm: float) -> None:
+        """Warns once of an adapter that has a loss, but no gradient: no weight of it changes its loss.
+
+        Rounding does not give exactly 0 in several batches. Losses with a margin do, and are 0 themselves.
+        """
+        progress = task.progress
+        progress.no_gradient = progress.no_gradient + 1 if norm == 0 and progress.loss else 0
+        if progress.no_gradient == _NO_GRADIENT and not progress.message:
+            progress.message = (
+                f"its gradient is exactly 0 since step {progress.step - _NO_GRADIENT + 1}, so it no longer "
+                "learns; try a lower learning_rate"
+            )
+            self._reporter.warn(f"{task.name}: {progress.message}")
 
     def _logs(self, task: Task, record: dict[str, Any]) -> bool:
         """Tells callbacks of a step, and of all that is due after it; returns whether the step is logged."""
@@ -461,6 +479,8 @@ class TrainingLoop:
             message += f"; saved as it was at step {task.kept_step}, the best"
         if not failed or task.kept_step is not None:
             save_result(self._engine, task, self._folder, in_doubt=failed)
+        if not failed and task.progress.message:
+            message = "; ".join(filter(None, (task.progress.message, message)))
         task.progress.state, task.progress.message = state, message
         if self._run.config.method == "lora" and any(task is one for one in self._table.extendable()):
             keep_for_longer(self._engine, task, self._folder)

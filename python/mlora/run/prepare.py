@@ -27,7 +27,7 @@ from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError, first_fault, first_line
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
-from mlora.model.base_info import BaseInfo
+from mlora.model.base_info import BaseInfo, router_loss_fault
 from mlora.offload.base_bytes import BaseBytes
 from mlora.optim.registry import optimizer_kind
 from mlora.planning.task_memory import LIMIT, memory_need
@@ -172,6 +172,8 @@ def _check_config(config: RunConfig, device: str) -> None:
 
 def _check_base(config: RunConfig, base: BaseInfo) -> None:
     """Refuses what the base model does not serve. Raises RunError."""
+    if fault := router_loss_fault(base.config):
+        raise RunError(fault)
     if base.quantization is not None:
         for key, reason in quantization_faults(config).items():
             raise RunError(f"{path_of(key)}: {reason}")

@@ -52,7 +52,7 @@ class Progress:
         state: ``running``, even while it waits for memory; ``paused`` by its user; ``finished`` (all steps or
             an early stop); ``stopped`` (a fault while training); ``cancelled`` by its user; ``pruned`` by its
             sweep.
-        message: why it was stopped, or that it stopped early.
+        message: why it was stopped, that it stopped early, or that it no longer learns.
         batches: micro-batches taken.
         step: optimizer steps made.
         open_loss: sum of losses of the accumulation under way.
@@ -69,6 +69,7 @@ class Progress:
         best: the best value of the adapter's ``metric_for_best_model`` after a step.
         best_step: the step after which it was measured.
         worse: evaluations in a row that did not improve on it.
+        no_gradient: the latest steps in a row with a loss but a gradient of exactly 0.
         callbacks: what its callbacks go on with, see `mlora.run.callbacks`; empty if it has none.
         saved: the CRC-32 of each file of the result that it ended with, by name, but for its card.
     """
@@ -90,6 +91,7 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     worse: int = 0
+    no_gradient: int = 0
     callbacks: dict[str, Any] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
 

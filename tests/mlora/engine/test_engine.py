@@ -1,9 +1,11 @@
 """The engine's verbs: accumulation, evaluation, precision, checkpointing, heads, and what it refuses."""
 
 import copy
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -302,6 +304,49 @@ def test_refusals(tmp_path: Path) -> None:
             call()
     assert engine.adapters == ["a"]
     engine.create_adapter("b", lora(), OPTIM)
+
+
+def _arguments(call: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = list(inspect.signature(call).parameters.values())
+    return {one.name: given.get(one.name) for one in parameters if one.default is one.empty}
+
+
+_VERBS = [name for name, _ in inspect.getmembers(Engine, inspect.isfunction) if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("verb", _VERBS)
+def test_an_argument_of_a_wrong_kind_is_named(verb: str) -> None:
+    """Each argument but switches; of a name the message says that there is no such adapter."""
+    with Engine(make("llama")) as engine:
+        call = getattr(engine, verb)
+        if verb != "limit_memory":
+            engine.create_adapter("a", lora(), OPTIM)
+        given = {"name": "a", "names": ["a"], "lora": lora(), "optim": OPTIM, "folder": "gone", "state": {}}
+        given |= {"batches": {"a": samples(2, 5, seed=0)}, "limit": "1TiB"}
+        switches = {"raises", "measure", "whole", "enforce", "measured", "held", "earlier", "objective"}
+        told = "no adapter <object|expected a peft.LoraConfig, got object"
+        names = set(inspect.signature(call).parameters) - switches - ({"name"} if verb[0] == "l" else set())
+        for name in names:
+            arguments = _arguments(call, given) | ({"name": "b"} if verb == "create_adapter" else {})
+            with pytest.raises(ValueError, match=rf"^(memory_)?{name}: (expected|must be)|{told}"):
+                list(call(**arguments | {name: object()}))
+
+
+@pytest.mark.parametrize("name", ["base_model", "device", "seed", "stages", "offload", "memory_limit"])
+def test_an_argument_of_an_engine_of_a_wrong_kind_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: (expected|must be) "):
+        Engine(**{"base_model": make("llama"), name: object()})
+
+
+@pytest.mark.parametrize("verb", ["forward_backward", "start", "evaluate", "next_tokens", "forecast"])
+@pytest.mark.parametrize("given", [samples(2, 5, seed=0)[0], 3, None, "text"], ids=str)
+def test_a_sample_in_place_of_a_list_is_named(verb: str, given: Any) -> None:
+    with Engine(make("llama")) as engine:
+        engine.create_adapter("a", lora(), OPTIM)
+        with pytest.raises(
+            ValueError, match=rf"^adapter 'a': expected a list of .*, got {type(given).__name__}$"
+        ):
+            getattr(engine, verb)({"a": given})
 
 
 def test_base_gemm_is_a_record() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from mlora.engine.engine import Engine
-from mlora.engine.memory_limit import RESERVED, MemoryLimit
+from mlora.engine.measured_samples import MeasuredSamples
+from mlora.engine.memory_limit import MIB, RESERVED, MemoryLimit
 from mlora.errors import MemoryLimitError
 from transformers import PreTrainedModel
 
@@ -55,6 +56,24 @@ def limited(share: float, **options: Any) -> Engine:
 def memory_of(engine: Engine) -> MemoryLimit:
     assert engine.memory is not None
     return engine.memory
+
+
+@pytest.mark.parametrize("limit", ["1KiB", RESERVED])
+def test_a_limit_that_leaves_nothing_is_refused_at_once(limit: int | str) -> None:
+    said = r"^nothing is left for adapters: of memory_limit .*; raise the limit by (more than )?\d+"
+    with pytest.raises(MemoryLimitError, match=said):
+        Engine(model(), memory_limit=limit)
+
+
+def test_no_micro_batch_runs_under_a_limit_that_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would pass the limit: the first one takes 10 to 20 MiB. Memory of earlier runs does not count."""
+    monkeypatch.setattr(Engine, "used_memory", lambda self: [592 * MIB])
+    with Engine(model()) as engine:
+        monkeypatch.setattr(MeasuredSamples, "warm_up", lambda _: pytest.fail("ran a micro-batch"))
+        with pytest.raises(MemoryLimitError, match=r"take 592 MiB.*raise the limit by more than 24 MiB$"):
+            engine.limit_memory("600MiB", enforce=False)
+        monkeypatch.setattr(MeasuredSamples, "warm_up", lambda _: None)
+        engine.limit_memory("600MiB", enforce=False, earlier=100 * MIB)
 
 
 def test_a_batch_is_cut_until_it_fits_and_computes_the_same() -> None:

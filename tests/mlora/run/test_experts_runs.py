@@ -1,5 +1,6 @@
 """Runs with adapters on experts: interrupted ones, over two stages, under a limit, and their checks."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,12 @@ import mlora
 import pytest
 from mlora.config.config_file import resolve_config
 from mlora.config.lora_fields import LoraFields
+from mlora.data.record import Sample
+from mlora.engine.engine import Engine
+from mlora.errors import RunError
+from mlora.model.base_info import router_loss_fault
+from mlora.optim.optim_config import OptimConfig
+from peft import LoraConfig
 from safetensors.torch import load_file
 
 from tests.mixtures import mixture
@@ -114,3 +121,24 @@ def test_targets_that_match_nothing_are_told_of_once(tmp_path: Path, stages: int
     assert [line for line in told.lines if "match" in line] == [
         f"{name}: lora.target_modules: 'v_porj' matches nothing in the model; did you mean 'v_proj'?"
     ]
+
+
+def test_a_base_that_asks_for_its_routers_loss_is_refused(tmp_path: Path) -> None:
+    """Transformers adds `router_aux_loss_coef` times that loss to cross-entropy; with 0 it adds nothing."""
+    data = run_of(tmp_path / "1", 1)
+    base = tmp_path / "base" / "config.json"
+    plain = json.loads(base.read_text())
+    said = "base_model: its config has output_router_logits: true, .* is not served; set it to false"
+    base.write_text(json.dumps(plain | {"output_router_logits": True, "router_aux_loss_coef": 0.5}))
+    with pytest.raises(RunError, match=f"^{said}"):
+        mlora.train(resolve_config(data, folder=tmp_path / "1"))
+    model = mixture("mixtral")
+    model.config.output_router_logits = True
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    with Engine(model) as engine:
+        engine.create_adapter("a", lora, OptimConfig(total_steps=1))
+        batch = {"a": [Sample((1, 2, 3), (1, 2, 3))]}
+        with pytest.raises(ValueError, match=f"^{said}"):
+            engine.forward_backward(batch)
+    model.config.router_aux_loss_coef = 0.0
+    assert router_loss_fault(model.config) is None

@@ -367,6 +367,25 @@ def test_training_sees_a_loss_as_if_it_had_not_been_tried(tiny_base: Path, tmp_p
     assert len(runs["once"]) == len(runs["pure"]) + 1
 
 
+@pytest.mark.parametrize(("rest", "warns"), [("+ 1", True), ("", False)])
+def test_an_adapter_without_gradient_is_told_of_once(
+    tiny_base: Path, tmp_path: Path, rest: str, warns: bool
+) -> None:
+    """Over a resume, too, but not where the loss is 0, as that of a margin that all pairs keep."""
+    own = f"flat_{warns}"
+    (tmp_path / f"{own}.py").write_text(f"def loss(rows):\n    return 0 * rows.sums() {rest}\n")
+    data = run_data(tiny_base, tmp_path)
+    data["adapters"][0] |= {"objective": f"{own}:loss", "eval_dataset": None, "eval_steps": None}
+    told = Watching({("first", 2): interrupt})
+    assert mlora.train(resolve_config(data, folder=tmp_path), reporter=told).status == "interrupted"
+    result = resume(tmp_path / "run", reporter=(later := Watching()))
+    said = "its gradient is exactly 0 since step 1, so it no longer learns; try a lower learning_rate"
+    assert result.adapters["first"].message == (said if warns else "")
+    assert [one.state for one in result.adapters.values()] == ["finished", "finished"]
+    assert result.adapters["second"].message == ""
+    assert [each for each in told.lines + later.lines if "gradient" in each] == [f"first: {said}"] * warns
+
+
 def test_a_loss_that_becomes_nan_is_pointed_to(tiny_base: Path, tmp_path: Path) -> None:
     (tmp_path / "nan_later.py").write_text(
         "calls = []\n\n"

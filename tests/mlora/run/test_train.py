@@ -16,7 +16,8 @@ from mlora.files.run_folder import read_metrics
 from mlora.run.reporter import Reporter
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_run import losses, random_tokens, run_data, save_base, write_jsonl, write_run
+from seam_runs import data_of, train_and_resume
+from tiny_run import lines, losses, random_tokens, run_data, save_base, write_jsonl, write_run
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, get_scheduler
 
@@ -343,3 +344,17 @@ def test_one_warning_for_all_adapters_of_a_dataset(tiny_base: Path, tmp_path: Pa
     train(resolve_config(data, folder=tmp_path), reporter=said)
     cut = [line for line in said.lines if "were cut" in line]
     assert len(cut) == 2  # one for each dataset, though `two` is read by both adapters
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_run_resumes_bit_for_bit_between_overflows(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int
+) -> None:
+    """The scaler's scale and the steps that it skipped go on: fp16 holds no gradient above 65504."""
+    monkeypatch.setattr("mlora.optim.step_rule._INITIAL", 2.0**20)
+    whole = train_and_resume(data_of(tiny_base, tmp_path, stages) | {"fp16": True}, tmp_path)
+    for name in ("first", "second"):
+        steps = [line for line in lines(whole) if line["adapter"] == name and "loss" in line]
+        skipped = [bool(line.get("skipped")) for line in steps]
+        assert skipped == sorted(skipped, reverse=True)
+        assert 3 < sum(skipped) < len(skipped)
