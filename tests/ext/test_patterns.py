@@ -34,7 +34,7 @@ class Blocks(nn.Module):
         ("rank_pattern", {SLOW: 4}),
         ("alpha_pattern", {SLOW: 4}),
         ("layers_pattern", SLOW),
-        ("rank_pattern", {"(a|a|[a-z_.0-9])*Z": 4}),
+        ("rank_pattern", {"(a|aa|[a-z_.0-9]+)*Z": 4}),
         ("rank_pattern", {".*" * 12 + "Z": 4}),
     ],
 )
