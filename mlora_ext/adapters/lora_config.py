@@ -239,7 +239,7 @@ def _check_selection(name: str, config: LoraConfig) -> None:
             raise ValueError(f"adapter {name!r}: {field}: expected a pattern or names, got {value!r}")
         try:
             re.compile(value if isinstance(value, str) else "")
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"adapter {name!r}: {field}: {value!r} is not a pattern: {error}") from error
     names = config.target_parameters or []
     if isinstance(names, str) or not all(isinstance(item, str) and item for item in names):

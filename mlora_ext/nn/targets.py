@@ -20,6 +20,7 @@ from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
 from .over_module import OverModule
 from .parameters.targets import check_parameters, in_order, is_weight, near_parameters, target_parameters
+from .patterns import check_patterns
 from .trained.targets import trained_layers
 from .trained.tied_weights import refuse_tied_targets
 
@@ -180,6 +181,7 @@ def translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
         get_model_conversion_mapping,
     )
 
+    check_patterns(model, name, config)
     translated, base = copy.deepcopy(config), cast("PreTrainedModel", model)
     if not hasattr(getattr(model, "config", None), "model_type"):
         return translated

@@ -53,8 +53,8 @@ def _not_zero(alpha: float) -> float:
 def _pattern(value: str) -> str:
     try:
         re.compile(value)
-    except re.error as error:
-        raise ValueError(f"{value!r} is not a regular expression: {error}") from error
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{shown(value)} is not a regular expression: {error}") from error
     return value
 
 
