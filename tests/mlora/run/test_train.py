@@ -351,10 +351,10 @@ def test_a_run_resumes_bit_for_bit_between_overflows(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stages: int
 ) -> None:
     """The scaler's scale and the steps that it skipped go on: fp16 holds no gradient above 65504."""
-    monkeypatch.setattr("mlora.optim.step_rule._INITIAL", 2.0**20)
+    monkeypatch.setattr("mlora.optim.step_rule._INITIAL", 2.0**18)
     whole = train_and_resume(data_of(tiny_base, tmp_path, stages) | {"fp16": True}, tmp_path)
     for name in ("first", "second"):
         steps = [line for line in lines(whole) if line["adapter"] == name and "loss" in line]
         skipped = [bool(line.get("skipped")) for line in steps]
         assert skipped == sorted(skipped, reverse=True)
-        assert 3 < sum(skipped) < len(skipped)
+        assert 3 <= sum(skipped) < len(skipped)
