@@ -47,7 +47,7 @@ OF_TASKS = {
 WITH_PROMPTS = ("prompt_completion", "alpaca", "messages", "sharegpt")
 _FOR_TEMPLATES = ("tools", "chat_template_kwargs")
 _FIELDS: dict[str, Sequence[str]] = {
-    "tokens": ("input_ids", "labels"),
+    "tokens": ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks"),
     "text": ("text",),
     "prompt_completion": ("prompt", "completion", *_FOR_TEMPLATES),
     "alpaca": ("instruction", "input", "output"),
@@ -55,13 +55,15 @@ _FIELDS: dict[str, Sequence[str]] = {
     "messages": ("messages", *_FOR_TEMPLATES),
     "preference": ("prompt", "chosen", "rejected", *_FOR_TEMPLATES),
     "unpaired": ("prompt", "completion", "label", *_FOR_TEMPLATES),
-    "classification": ("text", "label", "input_ids", "labels"),
+    "classification": ("text", "label", "input_ids", "labels", "attention_mask"),
     "question_answering": (
         *("question", "context", "answers"),
-        *("input_ids", "start_positions", "end_positions"),
+        *("input_ids", "start_positions", "end_positions", "attention_mask"),
     ),
 }
 """The fields that each format reads."""
+FIELDS = frozenset(field for fields in _FIELDS.values() for field in fields)
+"""All of them."""
 
 
 class DataFile(Strict):

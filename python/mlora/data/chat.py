@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +17,7 @@ from mlora.data.record import (
     answer_to,
     common_start,
     json_name,
+    json_of,
     objects_of_key,
     text_of_key,
 )
@@ -309,7 +309,7 @@ def _tools(fields: dict[str, Any]) -> list[Any] | None:
     tools = fields.get("tools")
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools.strip() or "null")
+            tools = json_of(tools) if tools.strip() else None
         except (ValueError, RecursionError) as error:
             raise FormatError(f"'tools' is not JSON: {first_line(error)}") from None
     return objects_of_key({"tools": tools}, "tools") if tools else None

@@ -11,11 +11,13 @@ import lzma
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, AnyStr
 
-from mlora.data.record import json_name
+from mlora.config.sections import FIELDS
+from mlora.data.record import TwiceError, json_name, json_of, once
 from mlora.errors import RunError, first_line
 
 Row = tuple[str, dict[str, Any]]
@@ -37,7 +39,12 @@ _PACKED: dict[bytes, Callable[[Path], Any]] = {
     b"\xfd7zXZ\0": lzma.open,
     b"\x28\xb5\x2f\xfd": lambda path: _zstd(path),
 }
-_LONGEST = 2**31 - 1  # characters of a CSV value
+_LONGEST_LINE = 64 << 20  # bytes of a line, characters of a CSV value
+_LONGEST_LIST = 256 << 20  # bytes of a JSON list in a packed file, whose size does not show
+UNREAD = "(not read)"
+"""Stands for the value of a column that no format reads; messages name the column."""
+NO_VALUE = (ValueError, OverflowError, LookupError, NotImplementedError)
+"""What Arrow raises for a value that Python cannot hold: a year above 9999, text that is not UTF-8."""
 _SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}
 _STREAM = b"\xff\xff\xff\xff"  # begins Arrow's streaming format, which `datasets` writes
 
@@ -117,7 +124,7 @@ def _text(path: Path, start: bytes, columns: Columns) -> Iterator[Row]:
             start = file.peek(256)[:256]  # type: ignore[attr-defined]
         begins = start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
         if begins == b"[" and suffix not in (".csv", ".tsv"):
-            rows = _array(path, file)
+            rows = _array(path, file, packed=opened is not None)
         elif begins != b"{" and suffix in (".csv", ".tsv"):
             yield from _table(path, file, "\t" if suffix == ".tsv" else ",", columns)
             return
@@ -127,17 +134,29 @@ def _text(path: Path, start: bytes, columns: Columns) -> Iterator[Row]:
 
 
 def _lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
-    for number, raw in enumerate(file, 1):
+    for number, raw in enumerate(_bounded(path, file), 1):
         if not raw.strip():
             continue
         place = f"{path}:{number}"
         try:
-            fields = json.loads(raw.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8"))
+            fields = json_of(raw.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             raise RunError(f"{place}: is not UTF-8: {error.reason}") from error
+        except TwiceError as error:
+            raise RunError(f"{place}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise RunError(f"{place}: is not JSON: {_json_fault(error, raw)}") from error
         yield place, _object(fields, place)
+
+
+def _bounded(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
+    """Yields a file's lines; raises RunError for one that is too long to be held in memory."""
+    number = 0
+    while line := file.readline(_LONGEST_LINE + 1):
+        number += 1
+        if len(line) > _LONGEST_LINE:
+            raise RunError(f"{path}:{number}: the line is longer than {_LONGEST_LINE >> 20} MiB; split it")
+        yield line
 
 
 def _object(fields: Any, place: str) -> dict[str, Any]:
@@ -157,11 +176,17 @@ def _json_fault(error: Exception, line: bytes) -> str:
     return f"a number has more than {sys.get_int_max_str_digits()} digits"
 
 
-def _array(path: Path, file: IO[bytes]) -> Iterator[Row]:
+def _array(path: Path, file: IO[bytes], *, packed: bool) -> Iterator[Row]:
+    content = file.read(_LONGEST_LIST + 1 if packed else -1)
+    if packed and len(content) > _LONGEST_LIST:
+        longest = f"{_LONGEST_LIST >> 20} MiB"
+        raise RunError(f"{path}: the list is longer than {longest}; unpack it, or write one object a line")
     try:
-        rows = json.loads(file.read().decode("utf-8-sig"))
+        rows = json_of(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise RunError(f"{path}: is not UTF-8: {error.reason}") from error
+    except TwiceError as error:
+        raise RunError(f"{path}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path}: is not JSON: {first_line(error)}") from error
     for number, fields in enumerate(rows, 1):
@@ -170,9 +195,9 @@ def _array(path: Path, file: IO[bytes]) -> Iterator[Row]:
 
 
 def _table(path: Path, file: IO[bytes], delimiter: str, columns: Columns) -> Iterator[Row]:
-    csv.field_size_limit(_LONGEST)
+    csv.field_size_limit(_LONGEST_LINE)
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+    reader = csv.DictReader(_bounded(path, text), delimiter=delimiter, strict=True)
     try:
         _check_names(path, reader.fieldnames or ())
         for fields in reader:
@@ -180,8 +205,11 @@ def _table(path: Path, file: IO[bytes], delimiter: str, columns: Columns) -> Ite
             if None in fields or None in fields.values():
                 raise RunError(f"{place}: has another number of values than the first line has names")
             own = named(place, fields, columns)
-            values = ((key, _value(key, value)) for key, value in own.items())
-            yield place, {key: value for key, value in values if value is not None}
+            try:
+                values = {key: _value(key, value) for key, value in own.items()}
+            except TwiceError as error:
+                raise RunError(f"{place}: {error}") from error
+            yield place, {key: value for key, value in values.items() if value is not None}
     except csv.Error as error:
         raise RunError(f"{path}:{reader.line_num}: is not CSV: {error}") from error
     except UnicodeDecodeError as error:
@@ -189,9 +217,9 @@ def _table(path: Path, file: IO[bytes], delimiter: str, columns: Columns) -> Ite
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    twice = [name for name in dict.fromkeys(names) if name and names.count(name) > 1]
+    twice = next((name for name, count in Counter(names).items() if name and count > 1), None)
     if twice:
-        raise RunError(f"{path}: has two columns {twice[0]!r}; remove or rename one")
+        raise RunError(f"{path}: has two columns {twice!r}; remove or rename one")
 
 
 def _value(key: str, value: str) -> Any:
@@ -201,8 +229,9 @@ def _value(key: str, value: str) -> Any:
     if not value:
         return None
     try:
-        text = value.lower() if value in ("True", "False") else value
-        return json.loads(text, parse_constant=_no_number)
+        return _cell(value.lower() if value in ("True", "False") else value)
+    except TwiceError:
+        raise
     except (ValueError, RecursionError):
         return value
 
@@ -211,14 +240,18 @@ def _no_number(name: str) -> None:
     raise ValueError(name)  # NaN and Infinity are no JSON
 
 
+_cell = json.JSONDecoder(object_pairs_hook=once, parse_constant=_no_number).decode
+
+
 def _parquet(path: Path, columns: Columns) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         file = pq.ParquetFile(path)
-        _check_names(path, file.schema_arrow.names)
-        yield from _rows_of(path, file.iter_batches(), columns)
+        names = file.schema_arrow.names
+        _check_names(path, names)
+        yield from _rows_of(path, names, file.iter_batches(columns=read_columns(names, columns)), columns)
     except pa.ArrowInvalid as error:
         raise RunError(f"{path}: is no whole Parquet file: {first_line(error)}") from error
 
@@ -229,21 +262,46 @@ def _arrow(path: Path, columns: Columns, *, stream: bool) -> Iterator[Row]:
     try:
         source = pa.memory_map(str(path))
         reader = pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)
-        _check_names(path, reader.schema.names)
+        names = reader.schema.names
+        _check_names(path, names)
         parts = range(0 if stream else reader.num_record_batches)
         batches = reader if stream else (reader.get_batch(index) for index in parts)
-        yield from _rows_of(path, batches, columns)
+        wanted = read_columns(names, columns)
+        yield from _rows_of(path, names, (batch.select(wanted) for batch in batches), columns)
     except pa.ArrowInvalid as error:
         raise RunError(f"{path}: is no whole Arrow file: {first_line(error)}") from error
 
 
-def _rows_of(path: Path, batches: Iterable[Any], columns: Columns) -> Iterator[Row]:
-    number = 0
+def read_columns(names: Iterable[str], columns: Columns) -> list[str]:
+    """Returns those of a table's columns that a format may read; others may hold what Python cannot."""
+    taken = {column for _, column in columns}
+    return [name for name in names if name in FIELDS or name in taken]
+
+
+def _rows_of(path: Path, names: Sequence[str], batches: Iterable[Any], columns: Columns) -> Iterator[Row]:
+    number, unread = 0, dict.fromkeys(names, UNREAD)
     for batch in batches:
-        for fields in batch.to_pylist():
+        try:
+            rows = batch.to_pylist()
+        except NO_VALUE as error:
+            raise _no_value(path, number, batch) from error
+        for fields in rows:
             number += 1
             place = f"{path}, row {number}"
-            yield place, given(named(place, fields, columns))
+            yield place, given(named(place, unread | fields, columns))
+
+
+def _no_value(path: Path, before: int, batch: Any) -> RunError:
+    """Returns the error for the first value of a batch, after `before` rows, that Python cannot hold."""
+    for row in range(batch.num_rows):
+        for name in batch.schema.names:
+            try:
+                batch.column(name)[row].as_py()
+            except NO_VALUE as error:
+                return RunError(
+                    f"{path}, row {before + row + 1}: {name!r} cannot be read: {first_line(error)}"
+                )
+    return RunError(f"{path}: a row after row {before} cannot be read")
 
 
 def given(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -177,6 +178,23 @@ class Record:
     prompt: Prompt | None = None  # for exact match, if the line has a prompt and a completion
     doubt: str = ""  # a warning, worded to follow "3 of 7 samples"; empty if there is none
 
+
+class TwiceError(ValueError):
+    """An object of a JSON text has a key twice."""
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object of these pairs; raises TwiceError if a key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise TwiceError(f"the key {twice!r} is given twice; remove one")
+    return found
+
+
+json_of = json.JSONDecoder(object_pairs_hook=once).decode
+"""Returns the value of a JSON text; raises ValueError, or RecursionError, if it is none."""
 
 JSON_NAMES = {
     type(None): "null",

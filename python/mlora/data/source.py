@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlora.config.sections import DatasetConfig, is_hub_dataset
-from mlora.data.readers import Row, given, named, read_rows
+from mlora.data.readers import NO_VALUE, UNREAD, Row, given, named, read_columns, read_rows
 from mlora.errors import RunError, first_line
 
 
@@ -68,10 +68,18 @@ class Source:
                     raise RunError(f"{self.path}: {key} is for datasets of {where}; remove it")
 
     def _of_datasets(self) -> Iterator[Row]:
-        rows = enumerate(self._loaded(), 1)
+        loaded, number = self._loaded(), 0
+        names = loaded.column_names or ()  # with `streaming`, they may be unknown
+        if wanted := read_columns(names, self.columns):
+            loaded = loaded.select_columns(wanted)
+        unread = dict.fromkeys(names, UNREAD)
         with self._faults():  # with `streaming`, files are read here
-            for number, fields in rows:
-                yield f"{self.path}, row {number}", fields
+            try:
+                for number, fields in enumerate(loaded, 1):
+                    yield f"{self.path}, row {number}", unread | fields
+            except (UnicodeDecodeError, OverflowError) as error:
+                where = f"{self.path}, row {number + 1}: {_unheld(loaded, number, wanted)}"
+                raise RunError(f"{where} cannot be read: {first_line(error)}") from error
 
     def _loaded(self) -> Any:
         import datasets
@@ -93,11 +101,17 @@ class Source:
 
         try:
             yield
+        except RunError:
+            raise
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             folder = os.path.isdir(self.path)
             what = "as a folder of data files" if folder else "no such file or folder, and on the hub"
-            reasons = dict.fromkeys(first_line(one) for one in (error, error.__cause__) if one)
-            raise RunError(f"{self.path}: {what} it cannot be read: {': '.join(reasons)}") from error
+            reasons = dict.fromkeys(_in_one_line(one) for one in (error, error.__cause__) if one)
+            unlike = folder and isinstance(error, datasets.exceptions.DatasetGenerationError)
+            hint = "; if its files have unlike columns, list them in `path`, where each may have its own"
+            raise RunError(
+                f"{self.path}: {what} it cannot be read: {': '.join(reasons)}{hint if unlike else ''}"
+            ) from error
 
     def _split_of(self, found: Any) -> Any:
         if not isinstance(found, dict):
@@ -145,6 +159,22 @@ class Source:
         return sorted(path.rglob("*")) if path.is_dir() else [path]
 
 
+def _unheld(loaded: Any, row: int, names: Sequence[str]) -> str:
+    """Returns which column of a row holds what Python cannot; a stream cannot be asked."""
+    for name in names if hasattr(loaded, "__getitem__") else ():
+        try:
+            loaded.select_columns(name)[row]
+        except NO_VALUE:
+            return repr(name)
+    return "a value"
+
+
+def _in_one_line(error: BaseException) -> str:
+    """Returns an error's lines as one, cut where it shows whole schemas."""
+    text = " ".join(str(error).split()).removesuffix(".") or type(error).__name__
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 1]}…"
+
+
 def sources_of(dataset: DatasetConfig) -> list[tuple[Source, float]]:
     """Returns where a dataset's rows come from, with the weight of each."""
     columns = tuple(dataset.columns.items())
@@ -152,6 +182,7 @@ def sources_of(dataset: DatasetConfig) -> list[tuple[Source, float]]:
     return [(Source(file.path, *how), file.weight) for file in dataset.path]
 
 
+_MOST_SHOWN = 300  # characters of another library's error
 _SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` writes
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from mlora.data import readers
 from mlora.data.dataset import load_dataset, read_prompt_lines
 from mlora.data.readers import read_rows
 from mlora.errors import RunError
 
 ROWS: list[dict[str, Any]] = [
-    {"prompt": "1+1=", "completion": "007", "label": 1, "input_ids": [1, 2], "done": True},
-    {"prompt": 'a "b", ü\nx', "completion": "[1]", "label": 2.5, "input_ids": [3], "done": False},
+    {"prompt": "1+1=", "completion": "007", "label": 1, "input_ids": [1, 2], "answers": True},
+    {"prompt": 'a "b", ü\nx', "completion": "[1]", "label": 2.5, "input_ids": [3], "answers": False},
 ]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
@@ -123,6 +124,40 @@ def test_columns_of_csv_are_read_as_the_fields_that_they_hold(tmp_path: Path) ->
     assert [fields for _, fields in found] == [{"label": 1}, {}]
 
 
+def odd_table(good: str, odd: str, kind: str) -> pa.Table:
+    """Three rows, of whose column `odd` the last one holds what Python cannot."""
+    if kind == "year":  # 1970, 1970 and 300000
+        values = pa.array([0, 1, 9_400_000_000_000], pa.timestamp("s"))
+    else:  # "a", "b" and a byte that begins no character
+        values = pa.Array.from_buffers(
+            pa.string(), 3, [None, pa.py_buffer(b"".join(n.to_bytes(4, "little") for n in range(4))),
+                             pa.py_buffer(b"ab\xff")])  # fmt: skip
+    return pa.table({good: ["x", "y", "z"], odd: values})
+
+
+ODD = {
+    "d.parquet": lambda rows, path: pq.write_table(rows, path),
+    "d.arrow": lambda rows, path: ipc(str(path), rows),
+    "s.arrow": lambda rows, path: ipc_stream(str(path), rows),
+}
+
+
+@pytest.mark.parametrize("kind", ["year", "text"])
+@pytest.mark.parametrize("name", ODD)
+def test_values_that_python_cannot_hold(name: str, kind: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    ODD[name](odd_table("text", "date", kind), path)
+    found = [fields for _, fields in read_rows(path)]
+    assert [fields["text"] for fields in found] == ["x", "y", "z"]  # nobody reads `date`
+    assert found[0].keys() == {"text", "date"}  # but messages may name it
+    ODD[name](odd_table("prompt", "text", kind), path)
+    with pytest.raises(RunError, match=rf"{name}, row 3: 'text' cannot be read: .+"):
+        list(read_rows(path))
+    ODD[name](odd_table("prompt", "date", kind), path)
+    with pytest.raises(RunError, match=rf"{name}, row 3: 'date' cannot be read: .+"):
+        list(read_rows(path, (("text", "date"),)))
+
+
 def zipped() -> bytes:
     with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
         archive.writestr("inner", JSONL)
@@ -130,7 +165,7 @@ def zipped() -> bytes:
 
 
 def two_columns(sink: Any, rows: pa.Table) -> None:
-    pq.write_table(pa.Table.from_arrays([rows["label"], rows["done"]], names=["a", "a"]), sink)
+    pq.write_table(pa.Table.from_arrays([rows["label"], rows["answers"]], names=["a", "a"]), sink)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +187,10 @@ def two_columns(sink: Any, rows: pa.Table) -> None:
         ("d.csv", b"a,b,a\n1,2,3\n", "d.csv: has two columns 'a'; remove or rename one"),
         ("d.parquet", of_arrow(two_columns), "d.parquet: has two columns 'a'; remove or rename one"),
         ("d.gz", FILES["d.jsonl.gz"][:10] + b"\xff" * 40, "d.gz: cannot be read: "),
+        ("d.jsonl", b'{"text": "a", "text": "b"}', "d.jsonl:1: the key 'text' is given twice; remove one"),
+        ("d.jsonl", b'{"a": [{"r": 1, "r": 1}]}', "d.jsonl:1: the key 'r' is given twice; remove one"),
+        ("d.json", b'[{"a": 1}, {"a": 1, "a": 1}]', "d.json: the key 'a' is given twice; remove one"),
+        ("d.csv", b'label\n"{""a"": 1, ""a"": 2}"\n', "d.csv:2: the key 'a' is given twice; remove one"),
         ("d.jsonl", b'{"a": 1}\n{\n', "d.jsonl:2: is not JSON: an object continues on the next line"),
     ],
     ids=map(str, count()),
@@ -162,6 +201,27 @@ def test_what_cannot_be_read(name: str, content: bytes, message: str, tmp_path: 
         list(read_rows(tmp_path / name))
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.jsonl.gz", b'{"a": 1}\n{"a": "%s"}', "d.jsonl.gz:2: the line is longer than 1 MiB; split it"),
+        ("d.jsonl", b'{"a": "%s"}', "d.jsonl:1: the line is longer than 1 MiB; split it"),
+        ("d.csv.gz", b"a\n%s", "d.csv.gz:2: the line is longer than 1 MiB; split it"),
+        ("d.json.gz", b'[{"a": "%s"}]', "d.json.gz: the list is longer than 2 MiB; unpack it, or"),
+    ],
+)
+def test_lines_that_a_small_file_hides(
+    name: str, content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(readers, "_LONGEST_LIST", 2 << 20)
+    whole = content % (b" " * (2 << 20))
+    (tmp_path / name).write_bytes(gzip.compress(whole, 1) if name.endswith(".gz") else whole)
+    with pytest.raises(RunError) as error:
+        list(read_rows(tmp_path / name))
+    assert message in str(error.value)
 
 
 def test_every_kind_gives_the_same_tokens(tmp_path: Path) -> None:

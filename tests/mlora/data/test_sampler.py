@@ -72,6 +72,10 @@ def test_file_order_wraps_around_the_end() -> None:
     assert [of.batch(index) for index in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
     assert [of.ends_step(index) for index in range(4)] == [False, True, False, True]
     assert of.steps_of(3) == math.ceil(15 / 6)
+    steps = [
+        plan(samples=10, batch=4, accumulation=1, shuffle=shuffle).steps_of(2) for shuffle in (False, True)
+    ]
+    assert steps == [5, 6]  # as the key's description says
 
 
 def test_a_batch_larger_than_the_file_repeats_it_in_file_order() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
@@ -233,6 +235,48 @@ def test_a_folder_of_data_files(tmp_path: Path) -> None:
     assert source.fingerprint() != before
     with pytest.raises(RunError, match=r"test\.jsonl: split is for datasets of folders and of the hub"):
         first_ids(Source(str(folder / "test.jsonl"), split="train"))
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {"a.jsonl": '{"text": "a"}', "b.jsonl": '{"text": "b", "more": 1}'},
+            "Couldn't cast text: string more: int64 to {'text': Value('string')} because column names don't",
+        ),
+        (
+            {"a.jsonl": '{"text": "a"}', "b.jsonl": '{"text": ["b"]}'},
+            "Couldn't cast array of type list<item: string> to string; if its files have unlike columns",
+        ),
+        ({"a.csv": "text,label\na,1\n", "b.csv": "text,label\na,x\n"}, "label: int64 vs text: large_string"),
+    ],
+    ids=["another column", "another type", "CSV"],
+)
+def test_a_folder_of_unlike_files(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    """All of what `datasets` says, in one line; a list of the same files is read."""
+    (folder := tmp_path / "files").mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    with pytest.raises(RunError) as error:
+        list(Source(str(folder)).rows())
+    assert message in str(error.value)
+    assert "list them in `path`" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+    assert all(len(list(Source(str(folder / name)).rows())) == 1 for name in files)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_with_dates_that_python_cannot_hold(streaming: bool, tmp_path: Path) -> None:
+    (folder := tmp_path / "files").mkdir()
+    dates = pa.array([0, 9_400_000_000_000], pa.timestamp("s"))  # 1970 and 300000
+    pq.write_table(pa.table({"text": ["x", "y"], "date": dates}), folder / "d.parquet")
+    how: Any = {"streaming": streaming, "limit": 9}
+    found = [fields for _, fields in Source(str(folder), **how).rows()]
+    assert [fields["text"] for fields in found] == ["x", "y"]
+    with pytest.raises(RunError, match=r"files, row \d: ('date'|a value) cannot be read: .+"):
+        list(Source(str(folder), columns=(("text", "date"),), **how).rows())
 
 
 def hub_run(base: Path, folder: Path, **dataset: Any) -> dict[str, Any]:
