@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x80-\x9f\u202a-\u202e\u2066-\u2069]")  # and turns of direction
+
 
 class RunError(ValueError):
     """A fault in a run's config, data or folder. The message names what is wrong and what to do.
@@ -71,6 +73,11 @@ def first_line(error: BaseException) -> str:
     """Returns the first non-empty line of the message without its full stop, else the error's type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].removesuffix(".") if lines else type(error).__name__
+
+
+def visible(text: str) -> str:
+    """Returns text with control characters escaped, which would steer a terminal; not lines and tabs."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def file_line(error: OSError) -> str:

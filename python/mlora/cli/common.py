@@ -16,7 +16,7 @@ from mlora.cli.output import guarded_output
 from mlora.cli.quiet_imports import silence_notices
 from mlora.cli.tables import print_lines, print_rows, result_table
 from mlora.cluster.imports import no_collection
-from mlora.errors import RunError
+from mlora.errors import RunError, visible
 
 if TYPE_CHECKING:
     from mlora.config.run_config import RunConfig
@@ -43,8 +43,8 @@ def errors_as_lines() -> Iterator[None]:
     try:
         yield
     except RunError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        for line in str(error).rstrip("\n").split("\n"):
+            print(f"error: {visible(line)}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlora.cli.common import command
+from mlora.cli.output import terminal
+from mlora.errors import visible
 
 if TYPE_CHECKING:
     from mlora.run.shown_data import ShownData, ShownSequence
@@ -81,7 +83,7 @@ def _print(data: ShownData, *, first: bool) -> None:
 
 
 def _print_text(sequence: ShownSequence) -> None:
-    spans = [(_visible(text), marked) for text, marked in sequence.spans]
+    spans = [(visible(text), marked) for text, marked in sequence.spans]
     if not sys.stdout.isatty():
         print("".join(f"⟦{text}⟧" if marked else text for text, marked in spans))
         return
@@ -89,11 +91,4 @@ def _print_text(sequence: ShownSequence) -> None:
     from rich.text import Text
 
     styled = [(text, "green underline" if marked else "") for text, marked in spans]
-    Console(highlight=False).print(Text.assemble(*styled), soft_wrap=True)
-
-
-def _visible(text: str) -> str:
-    """Returns text with control characters escaped, lines and tabs as they are."""
-    return "".join(
-        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text
-    )
+    Console(file=terminal(), highlight=False).print(Text.assemble(*styled), soft_wrap=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
+from mlora.errors import visible
 from mlora.run.reporter import Pace, Reporter, labels_told
 from mlora.tasks.task import Progress, Task
 
@@ -110,15 +111,15 @@ class LiveTable(Reporter):
 
     def note(self, line: str) -> None:
         """Prints a line above the table."""
-        self._console.print(line, markup=False, soft_wrap=True)
+        self._console.print(visible(line), markup=False, soft_wrap=True)
 
     def warn(self, line: str) -> None:
         """Prints a warning above the table."""
-        self._console.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
+        self._console.print(f"warning: {visible(line)}", style="yellow", markup=False, soft_wrap=True)
 
     def fault(self, line: str) -> None:
         """Prints a fault above the table."""
-        self._console.print(f"error: {line}", style="red", markup=False, soft_wrap=True)
+        self._console.print(f"error: {visible(line)}", style="red", markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Removes the table."""

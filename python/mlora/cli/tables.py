@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mlora.cli.output import terminal
+from mlora.errors import visible
 from mlora.tasks.result import columns_of
 
 Columns = Mapping[str, tuple[str, str]]
@@ -13,25 +15,30 @@ Columns = Mapping[str, tuple[str, str]]
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Prints lines as they are."""
+    """Prints lines, with control characters escaped."""
     for line in lines:
-        print(line)
+        print(visible(line))
 
 
 def print_rows(rows: list[list[str]]) -> None:
-    """Prints rows, titles first, as a table on a terminal and as aligned lines elsewhere."""
+    """Prints rows, titles first, as a table on a terminal and as aligned lines elsewhere.
+
+    Control characters are escaped, and nothing is read as markup.
+    """
+    rows = [[visible(cell) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         print(aligned(rows))
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table()
     for column, title in enumerate(rows[0]):
-        table.add_column(title, justify="left" if column < 2 else "right")
+        table.add_column(Text(title), justify="left" if column < 2 else "right")
     for row in rows[1:]:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
+        table.add_row(*map(Text, row))
+    Console(file=terminal(), highlight=False).print(table)
 
 
 def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | None = None) -> list[list[str]]:

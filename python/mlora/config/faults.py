@@ -111,7 +111,7 @@ def explain(
             if message.startswith(_KNOWN) and message in messages:
                 message = "unknown key"
             messages.add(message)
-            parts = (_source(location, where, given), path_of(_by_name(location, data)), message)
+            parts = (_source(location, where, given), path_of(_by_name(location, fault["loc"], data)), message)
             lines.append(": ".join(part for part in parts if part))
     return list(dict.fromkeys(lines))
 
@@ -124,12 +124,15 @@ def path_of(location: Sequence[Any]) -> str:
     return text
 
 
-def _by_name(location: Location, data: Mapping[str, Any]) -> Location:
-    """Returns a location with an item's name, if it has one, in place of its index, as for ``--set``."""
+def _by_name(location: Location, place: Location, data: Mapping[str, Any]) -> Location:
+    """Returns a location with an item's name, if it has one, in place of its index, as for ``--set``.
+
+    `place` is where the item is in `data`.
+    """
     if len(location) < 2 or location[0] not in ("adapters", "datasets") or type(location[1]) is not int:
         return location
-    names = [item.get("name") if isinstance(item, Mapping) else None for item in data[location[0]]]
-    name = names[location[1]]
+    names = [item.get("name") if isinstance(item, Mapping) else None for item in data[str(place[0])]]
+    name = names[int(place[1])]
     plain = isinstance(name, str) and re.fullmatch(r"[\w+-]*[A-Za-z_][\w+-]*", name, re.ASCII)
     return (location[0], str(name), *location[2:]) if plain and names.count(name) == 1 else location
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from mlora.errors import visible
 from mlora.tasks.result import evaluated_metrics, shown_metrics
 from mlora.tasks.task import Task
 from mlora_ext.adapters.trained_parts import labels_of, task_of
@@ -216,10 +217,10 @@ class PlainLines(Reporter):
             self.note(f"waiting for memory: {', '.join(told)}; {len(names)} in all")
 
     def note(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        print(visible(line), file=self._out, flush=True)
 
     def warn(self, line: str) -> None:
-        print(f"warning: {line}", file=self._err, flush=True)
+        print(f"warning: {visible(line)}", file=self._err, flush=True)
 
     def fault(self, line: str) -> None:
-        print(f"error: {line}", file=self._err, flush=True)
+        print(f"error: {visible(line)}", file=self._err, flush=True)

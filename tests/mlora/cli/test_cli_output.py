@@ -1,7 +1,9 @@
 """Output that goes away while a command writes to it: a closed pipe, a full disk, no output at all."""
 
+import io
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,3 +114,43 @@ def test_letters_that_the_output_does_not_know_are_escaped(
     text, _, *answers = (tmp_path / "generate").read_text().splitlines()
     assert text.startswith("[first] \\xe9")
     assert [json.loads(answer)["prompt"] for answer in answers] == ["é", "é"]
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m[red]a[/red]\r\u202e"
+SEEN = r"\x1b]0;owned\x07\x1b[2J\x9b31m[red]a[/red]\r\u202e"
+
+
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_foreign_text_cannot_steer_a_terminal(
+    call: Callable[..., int],
+    trained: Path,
+    tmp_path: Path,
+    kind: type[io.StringIO],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Names and messages in the files of a run, in tables, lines and errors."""
+    folder = Path(shutil.copytree(trained, tmp_path / "run"))
+    summary = json.loads((folder / "summary.json").read_text())
+    entry = summary["adapters"]["second"] | {"state": "refused", "message": HOSTILE}
+    (folder / "summary.json").write_text(
+        json.dumps(summary | {"adapters": {"first": entry, "second": entry}})
+    )
+    record = {"adapter": HOSTILE, "step": 1, "loss": 1.0, "tokens": 1, "seconds": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    monkeypatch.setenv("COLUMNS", "300")
+    out = kind()
+    assert call(out, "status", folder) == 0
+    shown = out.getvalue()
+    assert shown.count(SEEN) == 3  # the row of the metrics' adapter, and two messages
+    assert call(kind(), "status", folder / HOSTILE) == 1
+    shown += capfd.readouterr().err
+    assert shown.count(SEEN) == 4
+    assert not any(part in shown for part in ("\x1b]", "\x1b[2J", "\x9b", "\u202e", "\x07"))

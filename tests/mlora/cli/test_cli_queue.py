@@ -175,7 +175,7 @@ def test_a_task_brings_its_own_data(run: Run, done: Path, tmp_path: Path) -> Non
         ),
         (
             {"datasets": [{"name": "x", "path": "x", "format": "csv"}]},
-            "datasets[0].format: must be one of tokens, ",
+            "datasets.x.format: must be one of tokens, ",
         ),
         (
             {"datasets": [{"name": "x", "path": "x.jsonl", "format": "text"}], "dataset": "x"},
