@@ -200,8 +200,10 @@ class RunFolder:
         return load_config(self.config, overrides).model_copy(update={"output_dir": str(self.path)})
 
     def write_config(self, config: RunConfig) -> None:
-        """Writes the resolved config."""
-        write_file(self.config, dump_config(config).encode())
+        """Writes the resolved config, unless it is there."""
+        content = dump_config(config).encode()
+        if _content(self.config) != content:
+            write_file(self.config, content)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes ``summary.json``."""
