@@ -8,15 +8,16 @@ import gzip
 import io
 import json
 import lzma
-import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mlora.data.record import json_name
+from mlora.data.record import json_name, names_of
 from mlora.errors import RunError, first_line
+from mlora.regular_files import open_regular
 
 Row = tuple[str, dict[str, Any]]
 """Where a row stands, for messages, and its fields."""
@@ -83,7 +84,7 @@ def named(place: str, fields: dict[str, Any], columns: Columns) -> dict[str, Any
         return fields
     for name, column in columns:
         if column not in fields:
-            has = ", ".join(map(repr, fields)) or "no columns"
+            has = names_of(fields, "no columns")
             raise RunError(f"{place}: columns.{name}: {column!r} is missing; the row has {has}")
     taken = {column for _, column in columns}
     rest = {key: value for key, value in fields.items() if key not in taken}
@@ -97,9 +98,7 @@ def suffix_of(path: Path) -> str:
 
 
 def _start(path: Path) -> bytes:
-    if not os.path.isfile(path):  # a pipe can be read only once
-        return b""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return file.read(256)
 
 
@@ -189,7 +188,7 @@ def _table(path: Path, file: IO[bytes], delimiter: str, columns: Columns) -> Ite
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    twice = [name for name in dict.fromkeys(names) if name and names.count(name) > 1]
+    twice = [name for name, count in Counter(names).items() if name and count > 1]
     if twice:
         raise RunError(f"{path}: has two columns {twice[0]!r}; remove or rename one")
 
