@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import pickle
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,6 +38,40 @@ def check_kinds(*arguments: tuple[Any, ...]) -> None:
     """Does `check_kind` for several arguments."""
     for one in arguments:
         check_kind(*one)
+
+
+UNREADABLE = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    ArithmeticError,
+    AssertionError,
+    EOFError,
+    ImportError,
+    pickle.PickleError,
+)
+"""What libraries raise for a stranger's file that they cannot read: a config may hold anything anywhere."""
+
+
+class RustTold(AbstractContextManager[None]):
+    """Inside `with`, what `tokenizers` raises becomes a RunError: a bare Exception, or a panic.
+
+    A panic of a library in Rust is no Exception.
+
+    Args:
+        what: begins the message.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):
+            assert error is not None
+            raise RunError(f"{self._what}: {first_line(error)}") from error
 
 
 def spelt_alike(word: str, words: Sequence[str], alike: float = 0.6) -> str | None:

@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError, file_line, first_line
+from mlora.regular_files import read_regular
 
 CLASSES = {"TOKEN_CLS": "TokenClassification", "QUESTION_ANS": "QuestionAnswering"}
 
@@ -30,10 +31,12 @@ def find_adapters(source: Path) -> tuple[str, dict[str, Path], Mapping[str, Any]
         return str(config.get("base_model", "")), found, config.get("quantization")
     if os.path.isfile(source / "adapter_config.json"):
         try:
-            saved = json.loads((source / "adapter_config.json").read_text(encoding="utf-8"))
+            saved = json.loads(read_regular(source / "adapter_config.json"))
             if not isinstance(saved, dict):
                 raise ValueError("is not a JSON object")
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise RunError(file_line(error)) from error
+        except (ValueError, RecursionError) as error:
             raise RunError(
                 f"{source / 'adapter_config.json'}: cannot be read: {first_line(error)}"
             ) from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError, RustTold, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +61,8 @@ def tokens_of(
     from mlora.data.record import FormatError, text_ids
 
     if not chat:
-        return [text_ids(tokenizer, prompt, end=end) for prompt in prompts]
+        with RustTold("the base model's tokenizer fails"):
+            return [text_ids(tokenizer, prompt, end=end) for prompt in prompts]
     own = with_template(tokenizer, template_file, assistant_only_loss=False)
     if not own.chat_template:
         raise RunError(

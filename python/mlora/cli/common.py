@@ -17,6 +17,7 @@ from mlora.cli.quiet_imports import silence_notices
 from mlora.cli.tables import print_lines, print_rows, result_table
 from mlora.cluster.imports import no_collection
 from mlora.errors import RunError, visible
+from mlora.regular_files import read_regular
 
 if TYPE_CHECKING:
     from mlora.config.run_config import RunConfig
@@ -59,7 +60,7 @@ def quantizes(config: RunConfig) -> bool:
 def quantized_files(base: Path | str) -> bool:
     """Whether a base model's files say that it is quantised; False for one that is not in a folder."""
     with suppress(OSError):
-        return "quantization_config" in (Path(base) / "config.json").read_text(errors="replace")
+        return "quantization_config" in read_regular(Path(base) / "config.json", errors="replace")
     return False
 
 

@@ -11,8 +11,10 @@ import yaml
 
 from mlora.config.strict import shown
 from mlora.errors import RunError, first_line
+from mlora.regular_files import read_regular
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+_LARGEST = 16 << 20  # bytes of a file
 OTHER_BASE = re.compile(r"[-+]?(0_*\d[\d_]*|\d[\d_]*(:\d+)+(\.\d*)?)")
 MERGE, MERGE_KEY = "tag:yaml.org,2002:merge", object()
 MOST_VALUES, DEEPEST = 500_000, 100  # of what aliases stand for, and of brackets
@@ -157,7 +159,7 @@ def read_yaml(path: Path, keys: str = "base_model and adapters") -> dict[str, An
     `keys` are examples of the mapping's keys, for the error if the file holds something else.
     """
     try:
-        data = load_yaml(path.read_text(encoding="utf-8-sig"), str(path), lines=True)
+        data = load_yaml(read_regular(path, encoding="utf-8-sig", most=_LARGEST), str(path), lines=True)
     except UnicodeDecodeError as error:
         raise RunError(f"{path}: is not text in UTF-8 (byte {error.start}); expected a YAML file") from error
     except IsADirectoryError as error:

@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlora.data.record import (
@@ -21,8 +20,10 @@ from mlora.data.record import (
     objects_of_key,
     text_of_key,
 )
+from mlora.data.template_trial import try_template
 from mlora.data.trained_parts import FINER, MARKS, overlapping, untrained
-from mlora.errors import RunError, first_line
+from mlora.errors import UNREADABLE, RunError, first_line
+from mlora.regular_files import read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +63,7 @@ def with_template(
     template = tokenizer.chat_template
     if path is not None:
         try:
-            template = Path(path).read_text(encoding="utf-8")
+            template = read_regular(path)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise RunError(f"chat_template: {path}: cannot be read: {reason}") from error
@@ -168,6 +169,7 @@ class ChatTemplate:
                 "text in the chat template, which has none: give a template with them in chat_template, "
                 "install trl, which has such templates for known models, or remove assistant_only_loss"
             )
+        try_template(tokenizer)
         self._tokenizer = tokenizer
         self._assistant_only = assistant_only_loss
         self._ends = ends
@@ -289,7 +291,7 @@ def _refusal() -> Iterator[None]:
 
     try:
         yield
-    except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+    except (TemplateError, *UNREADABLE, MemoryError) as error:
         raise FormatError(f"the chat template refuses the messages: {first_line(error)}") from None
 
 

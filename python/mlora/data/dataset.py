@@ -25,6 +25,7 @@ from mlora.data.token_cache import TokenCache, table_key
 from mlora.data.token_table import Samples
 from mlora.errors import RunError
 from mlora.objectives.registry import Style
+from mlora.regular_files import read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,14 +92,11 @@ def load_dataset(
     except FormatError as error:
         raise RunError(f"{path}: the dataset {name!r} of format {format}: {error}") from None
     counts: Counter[str] = Counter()
-    is_file = os.path.isfile(path)  # a pipe is read once
-    rows = _unchanged(source, name) if is_file else source.rows()
-    digest = source.fingerprint() if is_file else ""
+    rows = _unchanged(source, name) if os.path.isfile(path) else source.rows()
+    digest = source.fingerprint()
     if cache is None or not cache.keeps(source):
         samples = Samples.of_batches(reading.batches(rows, counts))
-        digest = digest or source.fingerprint()
     else:
-        digest = digest or source.fingerprint()
         kind = tuple(suffix.lower() for suffix in Path(path).suffixes)  # tells CSV, TSV and others
         where = digest, kind, source.split, source.subset, source.columns
         samples = cache.table(
@@ -197,7 +195,8 @@ def read_prompt_lines(path: Path) -> list[str]:
     """
     if suffix_of(path) not in (".jsonl", ".json", ".csv", ".tsv", ".parquet"):
         try:
-            return [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+            text = read_regular(path, encoding="utf-8-sig")
+            return [line for line in text.split("\n") if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     prompts = []

@@ -16,6 +16,7 @@ from mlora.data.record import (
     Record,
     ids_of_key,
     json_name,
+    names_of,
     text_ids,
     text_of_key,
     unmasked,
@@ -163,12 +164,12 @@ def _missing(key: str, fields: dict[str, Any]) -> str:
     if key == "label":
         return (
             f"'label' is missing: task_type SEQ_CLS needs one for the line, such as \"label\": 0; "
-            f"the line has {', '.join(map(repr, fields)) or 'no keys'}"
+            f"the line has {names_of(fields)}"
         )
     return (
         "'labels' is missing: task_type TOKEN_CLS needs a label for each of 'input_ids', such as "
         f'"labels": [0, {NOT_TRAINED}, 2] ({NOT_TRAINED} = none); '
-        f"the line has {', '.join(map(repr, fields)) or 'no keys'}"
+        f"the line has {names_of(fields)}"
     )
 
 

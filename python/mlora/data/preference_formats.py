@@ -20,6 +20,7 @@ from mlora.data.record import (
     Sample,
     common_start,
     json_name,
+    names_of,
     text_ids,
     text_of_key,
 )
@@ -73,7 +74,7 @@ def unpaired(tokenizer: PreTrainedTokenizerBase) -> Parser:
     def parse(fields: dict[str, Any]) -> Record:
         prompt, completion = _half(fields, "prompt"), _half(fields, "completion")
         if "label" not in fields:
-            raise FormatError(f"'label' is missing; the line has {', '.join(map(repr, fields))}")
+            raise FormatError(f"'label' is missing; the line has {names_of(fields)}")
         label = fields["label"]
         if type(label) not in (bool, int) or label not in (0, 1):
             got = label if type(label) is int else json_name(label)

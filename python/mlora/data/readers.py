@@ -8,7 +8,6 @@ import gzip
 import io
 import json
 import lzma
-import os
 import sys
 import zlib
 from collections import Counter
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import IO, Any, AnyStr
 
 from mlora.config.sections import FIELDS
-from mlora.data.record import TwiceError, json_name, json_of, once
+from mlora.data.record import TwiceError, json_name, json_of, names_of, once
 from mlora.errors import RunError, first_line
+from mlora.regular_files import open_regular
 
 Row = tuple[str, dict[str, Any]]
 """Where a row stands, for messages, and its fields."""
@@ -90,7 +90,7 @@ def named(place: str, fields: dict[str, Any], columns: Columns) -> dict[str, Any
         return fields
     for name, column in columns:
         if column not in fields:
-            has = ", ".join(map(repr, fields)) or "no columns"
+            has = names_of(fields, "no columns")
             raise RunError(f"{place}: columns.{name}: {column!r} is missing; the row has {has}")
     taken = {column for _, column in columns}
     rest = {key: value for key, value in fields.items() if key not in taken}
@@ -104,9 +104,7 @@ def suffix_of(path: Path) -> str:
 
 
 def _start(path: Path) -> bytes:
-    if not os.path.isfile(path):  # a pipe can be read only once
-        return b""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return file.read(256)
 
 

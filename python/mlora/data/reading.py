@@ -20,7 +20,7 @@ from mlora.data.label_formats import LabelRules
 from mlora.data.readers import Row
 from mlora.data.record import FormatError, NoTokenizerError, Prompt, Record, check_ids
 from mlora.data.token_table import record_batches
-from mlora.errors import RunError
+from mlora.errors import RunError, RustTold
 from mlora.objectives.registry import Style
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ def _parsed(reading: Reading, rows: Iterable[Row], parse: Parser) -> Iterator[tu
     first = ""
     for place, fields in rows:
         try:
-            record = parse(fields)
+            with RustTold(f"{place}: the base model's tokenizer fails"):
+                record = parse(fields)
             check_ids(record.sample, reading.vocab_size)
         except NoTokenizerError as error:
             if not first:

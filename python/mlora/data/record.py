@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from mlora.memory.memory_model import SilentRows
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NOT_TRAINED = -100
+_SHOWN = 12  # the most names in an error
 
 
 class FormatError(Exception):
@@ -271,7 +273,7 @@ def objects_of_key(fields: dict[str, Any], key: str) -> list[dict[str, Any]]:
 def _value(fields: dict[str, Any], key: str, name: str) -> Any:
     if key not in fields:
         where = "line" if name == repr(key) else "message"
-        raise FormatError(f"{name} is missing; the {where} has {', '.join(map(repr, fields)) or 'no keys'}")
+        raise FormatError(f"{name} is missing; the {where} has {names_of(fields)}")
     return fields[key]
 
 
@@ -304,6 +306,12 @@ def answer_to(
         return None
     wanted = tokenizer.decode(list(ids[place:stop]), clean_up_tokenization_spaces=False)
     return Prompt(ids[:place], str(wanted), stop + 1 - place)
+
+
+def names_of(fields: Mapping[str, Any], none: str = "no keys") -> str:
+    """Returns the names of a line's fields, for messages: the first ones, if there are many."""
+    more = ", ..." if len(fields) > _SHOWN else ""
+    return ", ".join(map(repr, islice(fields, _SHOWN))) + more or none
 
 
 def common_start(first: tuple[int, ...], second: tuple[int, ...]) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from mlora.config.sections import DatasetConfig, is_hub_dataset
 from mlora.data.readers import NO_VALUE, UNREAD, Row, given, named, read_columns, read_rows
 from mlora.errors import RunError, first_line
+from mlora.regular_files import open_regular
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class Source:
                 if known[key] is not None:
                     where = "the hub" if folder else "folders and of the hub"
                     raise RunError(f"{self.path}: {key} is for datasets of {where}; remove it")
+        if os.path.isdir(self.path):
+            for file in self._files():
+                if file.exists() and not (file.is_file() or file.is_dir()):
+                    raise RunError(f"{file}: is a pipe or a device; expected a regular file")
 
     def _of_datasets(self) -> Iterator[Row]:
         loaded, number = self._loaded(), 0
@@ -194,7 +199,7 @@ def fingerprint(path: str | Path) -> str:
         each = [(str(file.relative_to(path)), fingerprint(file)) for file in files]
         return hashlib.sha256(repr(each).encode()).hexdigest()
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from error

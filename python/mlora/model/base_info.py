@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.config.lora_fields import build_lora
 from mlora.config.strict import is_hub_id, shown
-from mlora.errors import RunError, file_line, first_line
+from mlora.errors import UNREADABLE, RunError, RustTold, file_line, first_line
+from mlora.regular_files import MOST, open_regular, read_regular
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -31,6 +32,8 @@ TOKENIZER = (
     "chat_template.jinja",
 )
 _SAMPLE, _BLOCK = 16 << 20, 16 << 10  # bytes of the weights that a digest reads, and of one read
+_TEXTS = {".json", ".jinja", ".txt", ".model"}
+_READ = {*_TEXTS, ".safetensors", ".bin"}
 
 
 class BaseInfo:
@@ -51,7 +54,7 @@ class BaseInfo:
             raise RunError(f"base_model: {shown(name)} cannot be reached: {error.strerror}") from error
         try:
             self.config: PretrainedConfig = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        except (*UNREADABLE, StrictDataclassError) as error:
             whole = isinstance(error, StrictDataclassError)  # its first line does not say what is wrong
             reason = " ".join(str(error).split()) if whole else first_line(error)
             raise RunError(f"base_model: cannot load {name}: {reason}") from error
@@ -105,13 +108,15 @@ class BaseInfo:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
+            said = f"base_model: cannot load the tokenizer of {self.name}"
             try:
-                self._tokenizer = AutoTokenizer.from_pretrained(self.name)
-            except (OSError, ValueError, KeyError) as error:
-                raise RunError(
-                    f"base_model: cannot load the tokenizer of {self.name}: {first_line(error)}; "
-                    "use datasets of format tokens, which need none"
-                ) from error
+                with RustTold(said):
+                    self._tokenizer = AutoTokenizer.from_pretrained(self.name)
+            except RunError:
+                raise
+            except UNREADABLE as error:
+                hint = "use datasets of format tokens, which need none"
+                raise RunError(f"{said}: {first_line(error)}; {hint}") from error
         assert self._tokenizer is not None
         return self._tokenizer
 
@@ -126,6 +131,10 @@ class BaseInfo:
             config = GenerationConfig.from_pretrained(self.name)
         except OSError:  # as Transformers does for a model without generation_config.json
             config = GenerationConfig.from_model_config(self.config)
+        except UNREADABLE as error:
+            raise RunError(
+                f"base_model: {self.name}: generation_config.json cannot be read: {first_line(error)}"
+            ) from error
         own = config.eos_token_id
         known = [self.tokenizer().eos_token_id, *(own if isinstance(own, list) else [own])]
         ends = tuple(sorted({token for token in known if isinstance(token, int)}))
@@ -205,6 +214,7 @@ def check_base(name: str, folder: Path | str | None = None) -> None:
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
             raise RunError(f"base_model: {name} has no config.json; give a model's folder")
+        _check_files(Path(name))
         return
     if Path(name).is_file():
         raise RunError(f"base_model: {name} is a file; expected a model's folder or a model on the hub")
@@ -214,6 +224,37 @@ def check_base(name: str, folder: Path | str | None = None) -> None:
     reason = _hub_says(name)
     if reason:
         raise RunError(f"{nowhere}, and the hub cannot provide {name}: {reason}")
+
+
+def _check_files(folder: Path) -> None:
+    """Refuses files of a base model that libraries would wait for, or that lead them out of its folder."""
+    for path in folder.iterdir():
+        if path.suffix not in _READ or not path.exists():
+            continue
+        try:
+            with open_regular(path, MOST if path.suffix in _TEXTS else None):
+                pass
+        except OSError as error:
+            raise RunError(f"base_model: {path}: {error.strerror}") from error
+        if path.name.endswith((".safetensors.index.json", ".bin.index.json")):
+            weight_map(path)
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Returns the file of each tensor of a checkpoint in shards; RunError if the index is malformed."""
+    try:
+        content = json.loads(read_regular(index))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"base_model: {index}: cannot be read: {first_line(error)}") from error
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict):
+        raise RunError(f"base_model: {index}: needs a 'weight_map' from tensors to files")
+    for key, name in found.items():
+        if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
+            raise RunError(
+                f"base_model: {index}: weight_map: {key}: expected the name of a file beside it, got {name!r}"
+            )
+    return found
 
 
 SERVED = {

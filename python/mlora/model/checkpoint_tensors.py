@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, cached_file
 
+from mlora.model.base_info import weight_map
 from mlora.model.cut import Cut
 from mlora.model.tensor_file import TensorFile
 
@@ -54,8 +54,7 @@ def files_of(source: str, named: str | None) -> dict[str, str]:
             f"it has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}{found}; several stages, and a "
             "base on disk, need safetensors files: save the model with save_pretrained"
         )
-    weight_map: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-    return weight_map
+    return weight_map(Path(index))
 
 
 def cached_path(source: str, name: str) -> str | None:

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from mlora.config.quantization_config import QuantizationConfig
+from mlora.errors import UNREADABLE
 from mlora.model.base_info import check_base, quantization_of
 from mlora.model.quantization import (
     group_size,
@@ -142,7 +143,7 @@ def told_in_one_line(source: str) -> Iterator[None]:
     """Inside `with`, loading errors of Transformers and safetensors become a ValueError of one line."""
     try:
         yield
-    except (OSError, ValueError, AttributeError, KeyError, RuntimeError, SafetensorError) as error:
+    except (*UNREADABLE, SafetensorError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         reason = " ".join(str(error).split())

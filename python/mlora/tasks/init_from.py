@@ -10,6 +10,7 @@ from mlora.config.lora_fields import build_lora
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import doubt_of_base
 from mlora.model.stored_quantization import read_quantization
+from mlora.regular_files import read_regular
 from mlora_ext.nn.interop.quantization_file import PLAIN, doubt_of, method_of
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ def check_init_from(
     if not (folder / "adapter_config.json").is_file():
         raise RunError(f"init_from: {folder} is not a PEFT folder: it holds no adapter_config.json")
     try:
-        saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        saved = json.loads(read_regular(folder / "adapter_config.json"))
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(
             f"init_from: cannot read {folder / 'adapter_config.json'}: {first_line(error)}"
         ) from error
