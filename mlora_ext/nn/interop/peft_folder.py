@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -217,8 +218,7 @@ def _write(model: nn.Module, name: str, folder: Path, state: Mapping[str, Tensor
     if quantization is not None:
         (folder / QUANTIZATION).write_text(quantization, encoding="utf-8")
     for file in folder.iterdir():
-        with open(file, "rb") as handle:
-            os.fsync(handle.fileno())
+        _sync(file)
 
 
 def _move_into(scratch: Path, target: Path) -> None:
@@ -235,10 +235,14 @@ def _move_into(scratch: Path, target: Path) -> None:
     _sync(target.parent)
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk, where the file system can do that."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(handle)
 

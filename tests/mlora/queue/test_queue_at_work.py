@@ -252,7 +252,7 @@ class Killed(BaseException):
 
 
 def kill_before(monkeypatch: pytest.MonkeyPatch, write: int) -> Callable[[], None]:
-    """Return what makes the n-th write of this thread from then on, the journal's or a renamed file, a kill."""
+    """Return a function; the n-th write of this thread after its call, journal or renamed file, is a kill."""
     left, me = [0], threading.current_thread()
 
     def wrap(owner: Any, name: str) -> None:
