@@ -69,7 +69,7 @@ class TurnRun:
             unless_made.push(self._stack)
             self._prepared = self._prepare(config, limit)
             folder = self._prepared.table.folder
-            metrics = self._stack.enter_context(folder.take())
+            metrics = self._stack.enter_context(folder.take(print))
             folder.write_config(config)
             self._queue = self._stack.enter_context(TaskQueue(folder.queue))
             self._asking = self._stack.enter_context(TaskQueue(folder.queue))

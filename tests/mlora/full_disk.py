@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlora.files.run_folder import TEMPORARY
 
 
 class _Full(io.FileIO):
@@ -24,6 +25,8 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, is_full: Callable[[Path], bool]) 
     """Have the disk be full for those files of a run of which `is_full`, asked as each opens, says so."""
 
     def opened(path: Path, mode: str) -> Any:
-        return io.BufferedWriter(_Full(path, "w")) if is_full(path) else builtins.open(path, mode)
+        found = TEMPORARY.fullmatch(path.name)
+        full = is_full(path.with_name(found[1] if found else path.name))
+        return io.BufferedWriter(_Full(path, "x")) if full else builtins.open(path, mode)
 
-    monkeypatch.setattr("mlora.files.disk.open", opened, raising=False)
+    monkeypatch.setattr("mlora.durable.open", opened, raising=False)

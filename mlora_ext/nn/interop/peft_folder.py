@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -223,8 +224,7 @@ def _write(
     if quantization is not None:
         (folder / QUANTIZATION).write_text(quantization, encoding="utf-8")
     for file in folder.iterdir():
-        with open(file, "rb") as handle:
-            os.fsync(handle.fileno())
+        _sync(file)
 
 
 def weights_file(state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, memoryview]:
@@ -256,9 +256,13 @@ def _move_into(scratch: Path, target: Path) -> None:
     _sync(target.parent)
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk, where the file system can do that."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(handle)

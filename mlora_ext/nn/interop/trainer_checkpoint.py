@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -143,12 +144,10 @@ def _refuse_other_model(folder: Path) -> None:
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save as serialised
 
-    scratch = path.with_name(f".{path.name}.partial")
-    try:
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        scratch = Path(folder) / path.name
         scratch.write_bytes(serialised(dict(tensors), metadata={"format": "pt"}))
         os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def _read_step(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:

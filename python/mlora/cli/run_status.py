@@ -42,6 +42,7 @@ class RunStatus:
     config: Mapping[str, Any]  # the values of ``config.yaml``, unchecked
     fields: Mapping[str, Mapping[str, Any]]  # resolved, of each adapter, submitted task and trial
     sweep: SweepProgress | None = None
+    seen: bool = True  # False: its file system has no locks, so a run that was killed counts as running
 
     @property
     def news(self) -> bool:
@@ -53,7 +54,8 @@ class RunStatus:
         """One line on the run and on how to continue it."""
         path = self.folder.path
         if self.status == "running":
-            return f"running: {path}"
+            doubt = "" if self.seen else ", or was killed: its file system has no locks that would tell"
+            return f"running: {path}{doubt}"
         if self.status in ("finished", "failed", "paused"):
             if self.news:
                 return f"{self.status}: {path}; new requests wait; `mlora resume {path}` takes them"
@@ -142,14 +144,14 @@ def read_status(run_dir: Path | str) -> RunStatus:
             adapters[name] = _no_result(tasks[name])
         _apply(adapters[name], record)
     status = summary["status"]
-    if status == "running" or at_work:
+    if at_work is not None and (status == "running" or at_work):
         status = "running" if at_work else "interrupted"
     for name, task in tasks.items():
         stands = task.state in ("running", "waiting") and status != "running"
         adapters[name]["state"] = "unfinished" if stands else task.state
     sweep = folder.read_config().sweep if values.get("sweep") else None
     progress = sweep_progress(folder, sweep) if sweep else None
-    return RunStatus(folder, status, adapters, tasks, memory, values, fields, progress)
+    return RunStatus(folder, status, adapters, tasks, memory, values, fields, progress, at_work is not None)
 
 
 def _fields(config: Mapping[str, Any], queue: TaskQueue | None) -> dict[str, Mapping[str, Any]]:

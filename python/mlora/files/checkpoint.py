@@ -66,8 +66,6 @@ def save_checkpoint(folder: Path, iteration: int, payload: dict[str, Any], keep:
     older = [old for old in list_checkpoints(folder) if old.name < path.name]  # later ones are damaged
     for old in older[::-1][keep - 1 :]:
         old.unlink(missing_ok=True)
-    for left in folder.glob(".step-*.pt.tmp"):  # of a process that was killed while it wrote
-        left.unlink(missing_ok=True)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import shutil
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from mlora.durable import sync_path
+from mlora.durable import NOT_SERVED, sync_path, write_whole
 from mlora.errors import RunError
 
 _PIECE = 1 << 20  # bytes of one read
+_NOT_A_FILE = "is a link or no regular file, and a run writes only into its own folder; remove it"
 
 
 @contextmanager
@@ -30,21 +34,51 @@ def os_errors(what: str) -> Iterator[None]:
 
 
 def write_file(path: Path, content: bytes | Callable[[IO[bytes]], object]) -> None:
-    """Writes bytes, or what a function writes, under a temporary name, makes it durable, then renames it.
-
-    The old file stays until the new one is whole. A failure removes the temporary file.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Does `write_whole`; RunError if the file cannot be written."""
     with os_errors(f"{path}: cannot be saved"):
-        try:
-            with open(temporary, "wb") as file:
-                file.write(content) if isinstance(content, bytes) else content(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_path(path.parent)
+        write_whole(path, content)
+
+
+def open_appended(path: Path) -> IO[bytes]:
+    """Opens a file for appending, and makes it if it is missing. Raises OSError.
+
+    RunError if it is a link or no regular file: a run writes into its own folder only.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+    try:
+        file = open(path, "ab", buffering=0, opener=opener)  # noqa: SIM115 - the caller closes it
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link; a pipe that nobody reads
+            raise
+        raise RunError(f"{path}: {_NOT_A_FILE}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise RunError(f"{path}: {_NOT_A_FILE}")
+    return file
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link, or a folder with all that is in it. Raises OSError."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+
+def lock(descriptor: int, kind: int) -> bool | None:
+    """Locks an open file or folder without waiting; `kind` is of `fcntl`. Raises OSError.
+
+    Returns False if another process has locked it, None if its file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NOT_SERVED:
+            raise
+        return None
+    return True
 
 
 def write_tensors(path: Path, content: Mapping[str, Any]) -> None:
@@ -53,7 +87,7 @@ def write_tensors(path: Path, content: Mapping[str, Any]) -> None:
 
     with os_errors(f"{path}: cannot be saved"):
         if not path.parent.is_dir():
-            path.parent.mkdir(parents=True)
+            path.parent.mkdir()  # a folder that was moved away meanwhile is not made anew
             sync_path(path.parent.parent)
     write_file(path, lambda file: torch.save(dict(content), file))
 

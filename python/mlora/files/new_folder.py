@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mlora.durable import sync_path
 from mlora.errors import RunError, first_line
-from mlora.files.disk import os_errors
+from mlora.files.disk import lock, os_errors, remove
 
 
 def check_new(folder: Path, option: str) -> None:
@@ -34,21 +34,20 @@ def new_folder(folder: Path, option: str) -> Iterator[Path]:
 
     An error removes the scratch folder, and the parents that were made for it. What a killed process has left
     is removed by the next one. Raises RunError as `check_new`, if another process is writing the folder, or
-    if the disk is full.
+    if the disk is full. A file system without locks does not keep two processes apart.
     """
     check_new(folder, option)
     scratch = folder.with_name(f".{folder.name}.unfinished")
     made = [parent for parent in folder.parents if not parent.exists()]
     with _disk_errors(f"{option}: {folder} cannot be written"):
         scratch.mkdir(parents=True, exist_ok=True)
-        lock = os.open(scratch, os.O_RDONLY)
+        descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
+            if lock(descriptor, fcntl.LOCK_EX) is False:
+                raise RunError(f"{option}: another process is writing {folder}; wait for it")
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RunError(f"{option}: another process is writing {folder}; wait for it") from None
-            try:
-                _empty(scratch)
+                for left in scratch.iterdir():
+                    remove(left)
                 yield scratch
                 for path in (*sorted(scratch.rglob("*")), scratch):
                     sync_path(path)
@@ -56,10 +55,10 @@ def new_folder(folder: Path, option: str) -> Iterator[Path]:
                 os.replace(scratch, folder)  # also over an empty folder
                 sync_path(folder.parent)
             finally:
-                if scratch.is_dir() and os.path.samestat(os.fstat(lock), scratch.stat()):
+                if scratch.is_dir() and os.path.samestat(os.fstat(descriptor), scratch.stat()):
                     shutil.rmtree(scratch, ignore_errors=True)
         finally:
-            os.close(lock)
+            os.close(descriptor)
             if not folder.exists():
                 _remove_empty(made)
 
@@ -69,11 +68,6 @@ def _remove_empty(folders: Iterable[Path]) -> None:
     with suppress(OSError):
         for each in folders:
             each.rmdir()
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 @contextmanager

@@ -12,36 +12,33 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pydantic import AwareDatetime, BaseModel, FiniteFloat, ValidationError
 
 from mlora.config.config_file import dump_config, load_config
 from mlora.config.run_config import RunConfig
 from mlora.config.strict import shown
+from mlora.durable import sync, sync_path
 from mlora.errors import RunError, first_fault, first_line
-from mlora.files.disk import checksum_of, os_errors, write_file
+from mlora.files.disk import checksum_of, lock, open_appended, os_errors, remove, write_file
 from mlora.tasks.result import AdapterResult
 
-_OF_ADAPTER = (
-    r"(adapter_config\.json|adapter_model\.safetensors|labels\.json|\.?quantization\.json(\.tmp)?|README\.md)"
-)
+_OF_ADAPTER = r"(adapter_config\.json|adapter_model\.safetensors|labels\.json|quantization\.json|README\.md)"
 OWN_FILES = re.compile(
-    r"\.?(config\.yaml|metrics\.jsonl|loss\.png|summary\.json|trace\.json|timeline\.png|times\.json)(\.tmp)?"
-    r"|samples\.jsonl|\.?(environment\.json|report\.html)(\.tmp)?"
-    r"|tracking\.jsonl|logs(/[^/.]+(/events\.out\.tfevents\.[^/]+)?)?"
-    r"|\.?sweep\.(csv|png)(\.tmp)?"
-    rf"|\.?best(\.tmp)?(/{_OF_ADAPTER})?"
-    r"|queue\.sqlite(-journal)?|(states|finished)(/\.?[^/]+-\d{8}\.(pt(\.tmp)?|bin(\.new)?))?"
-    r"|checkpoints(/\.?step-\d{8}\.pt(\.tmp)?)?"
+    r"(config\.yaml|loss\.png|(trace|times|summary|environment)\.json|timeline\.png|report\.html)"
+    r"|(metrics|samples|tracking)\.jsonl|logs(/[^/.]+(/events\.out\.tfevents\.[^/]+)?)?"
+    rf"|sweep\.(csv|png)|best(/{_OF_ADAPTER})?"
+    r"|queue\.sqlite(-journal|\.lock)?|(states|finished)(/[^/]+-\d{8}\.(pt|bin))?|checkpoints(/step-\d{8}\.pt)?"
     rf"|adapters(/[^/]+(/{_OF_ADAPTER})?)?"
     r"|adapters/[^/]+/((generation_)?config\.json|(model-)?\d+(-of-\d+)?\.safetensors|model\.safetensors\.index\.json)"
 )
-
-SCRATCH = re.compile(r"\.([^.]+)\.[a-z0-9_]{8}")  # made by `save_adapter`; no adapter's name has a dot
+# names of `mlora.durable.temporary`, and of earlier versions
+TEMPORARY = re.compile(r"\.(.+?)(?:\.[0-9a-f]{8})?\.tmp|\.(best)\.old|(.+\.bin)\.new")
+SCRATCH = re.compile(r"adapters/\.[^./]+\.[a-z0-9_]{8,16}")  # of `save_adapter`; no adapter's name has a dot
 PATIENCE = 0.5  # seconds; `is_running` holds the lock for an instant
 _NO_NUMBERS = ("adapter", "best", "skipped")  # of a line of metrics
 _LARGEST = sys.float_info.max
@@ -119,17 +116,29 @@ class RunFolder:
                 f"output_dir: {self.path} holds no config.yaml, so it is not a run folder; refusing to "
                 "overwrite it"
             )
-        for root, folders, files in os.walk(self.path):
-            for name in folders + files:
-                relative = (Path(root) / name).relative_to(self.path)
-                if not OWN_FILES.fullmatch(str(relative)) or (Path(root) / name).is_symlink():
-                    raise RunError(
-                        f"output_dir: {self.path / relative} was not written by a run; "
-                        "move it away before --overwrite"
-                    )
+        for path, temporary in self._contents():
+            own = temporary or OWN_FILES.fullmatch(str(path.relative_to(self.path)))
+            if not own or path.is_symlink():
+                raise RunError(
+                    f"output_dir: {path} was not written by a run; move it away before --overwrite"
+                )
         for used in inputs:
             if Path(used).is_relative_to(self.path):
                 raise RunError(f"output_dir: --overwrite would remove {used}, which this run reads")
+
+    def _contents(self) -> Iterator[tuple[Path, bool]]:
+        """Yields all that is in the folder, and whether a killed writer left it; does not look into that."""
+        for root, folders, files in os.walk(self.path):
+            found = [(Path(root) / name, self._is_temporary(Path(root) / name)) for name in folders + files]
+            folders[:] = [path.name for path, temporary in found[: len(folders)] if not temporary]
+            yield from found
+
+    def _is_temporary(self, path: Path) -> bool:
+        """Whether a name is one under which a run writes one of its files or folders until it is whole."""
+        relative = path.relative_to(self.path)
+        found = TEMPORARY.fullmatch(path.name)
+        whole = relative.with_name(found[found.lastindex or 0]) if found else None
+        return bool((whole and OWN_FILES.fullmatch(str(whole))) or SCRATCH.fullmatch(str(relative)))
 
     def check_writable(self) -> None:
         """Checks that the folder is writable, or can be made."""
@@ -147,17 +156,40 @@ class RunFolder:
             return False
         return any(path != self.metrics or path.stat().st_size for path in self.path.iterdir())
 
-    def take(self) -> Metrics:
+    def take(self, warn: Callable[[str], object]) -> Metrics:
         """Makes the folder, takes its lock, and returns the run's metrics with their content.
 
-        Raises RunError if a folder of states is a link: another run may use what it leads to.
+        Removes what killed processes were writing. `warn` is told what the file system does not do.
         """
-        for own in (self.checkpoints, self.states, self.finished):
-            if own.is_symlink():
-                raise RunError(f"{own}: is a link to {own.resolve()}; move that folder here, in its place")
         with os_errors(f"output_dir: {self.path} cannot be made"):
             self.path.mkdir(parents=True, exist_ok=True)
-        return Metrics(self.metrics)
+        self._check_links()
+        with ExitStack() as unless_taken:
+            metrics = unless_taken.enter_context(Metrics(self.metrics))
+            if not metrics.locked:
+                warn(
+                    f"{self.path}: its file system has no locks, so nothing keeps other processes out; let "
+                    "none of them train or resume this run"
+                )
+            with os_errors(f"{self.path}: cannot be cleaned up"):
+                if not sync_path(self.path):
+                    warn(
+                        f"{self.path}: its file system does not tell when a new file's name is on the disk; "
+                        "after a power failure the newest checkpoint may be missing"
+                    )
+                for path in [path for path, temporary in self._contents() if temporary]:
+                    remove(path)
+            unless_taken.pop_all()
+        return metrics
+
+    def _check_links(self) -> None:
+        """Raises RunError if one of the run's own folders is a link: another run may use what it leads to."""
+        own = (self.checkpoints, self.states, self.finished, self.adapters, self.best, self.logs)
+        for folder in (*own, *self.adapters.glob("*"), *self.logs.glob("*")):
+            if folder.is_symlink():
+                raise RunError(
+                    f"{folder}: is a link to {folder.resolve()}; move that folder here, in its place"
+                )
 
     def clear(self) -> None:
         """Removes the files of a run except its config and metrics, which the next run writes anew.
@@ -172,17 +204,9 @@ class RunFolder:
             for file in (*files, *reports, *traces, *queue):
                 file.unlink(missing_ok=True)
             folders = (self.checkpoints, self.adapters, self.states, self.finished, self.best, self.logs)
-            for folder in folders:
+            for folder in (*folders, self.path / "queue.sqlite.lock"):
                 if folder.exists():
                     shutil.rmtree(folder)
-
-    def tidy_adapters(self, names: Collection[str]) -> None:
-        """Removes folders to which a process was writing adapters when it was killed."""
-        with os_errors(f"{self.adapters}: cannot be cleaned up"):
-            for path in self.adapters.glob(".*"):
-                found = SCRATCH.fullmatch(path.name)
-                if found and found[1] in names:
-                    shutil.rmtree(path)
 
     def check_is_run(self) -> None:
         """Raises RunError if no run is here, and says what is here instead."""
@@ -252,20 +276,22 @@ class Metrics:
 
     Attributes:
         checksum: the CRC-32 of the lines so far, once the file was cut.
+        locked: False = the file system has no locks.
     """
 
     checksum = 0
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._writing():
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
-        end = time.monotonic() + PATIENCE
-        while not _locked(self._file, fcntl.LOCK_EX):
-            if time.monotonic() > end:
-                self._file.close()
-                raise RunError(f"{path.parent}: another process is running this run")
-            time.sleep(PATIENCE / 10)
+        with self._writing(), ExitStack() as unless_locked:
+            self._file = unless_locked.enter_context(open_appended(path))
+            end = time.monotonic() + PATIENCE
+            while (had := lock(self._file.fileno(), fcntl.LOCK_EX)) is False:
+                if time.monotonic() > end:
+                    raise RunError(f"{path.parent}: another process is running this run")
+                time.sleep(PATIENCE / 10)
+            self.locked = had is not None
+            unless_locked.pop_all()
 
     def _writing(self) -> AbstractContextManager[None]:
         return os_errors(f"{self._path}: cannot be written")
@@ -277,7 +303,8 @@ class Metrics:
             self.checksum = checksum_of(self._path)
 
     def write(self, **record: Any) -> None:
-        """Appends one object as a line."""
+        """Appends one object as a line. Raises RunError if the folder is not there any more."""
+        self._check_place()
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         with self._writing():
             if self._file.write(line) != len(line):
@@ -290,9 +317,31 @@ class Metrics:
         return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
-        """Makes the lines so far durable; another thread may write further ones meanwhile."""
+        """Makes the lines so far durable; another thread may write further ones meanwhile.
+
+        Raises RunError if the folder is not there any more.
+        """
+        self._check_place()
         with self._writing():
-            os.fsync(self._file.fileno())
+            sync(self._file.fileno())
+
+    def _check_place(self) -> None:
+        """Raises RunError if the run's folder was moved: later files would make another one in its place."""
+        with self._writing():
+            try:
+                if os.path.samefile(self._path, self._file.fileno()):
+                    return
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+        now = ""
+        with suppress(OSError):  # only Linux tells
+            now = os.readlink(f"/proc/self/fd/{self._file.fileno()}")
+        if not now or now.endswith(" (deleted)"):
+            raise RunError(f"{self._path}: was removed while the run trained, so the run ends")
+        raise RunError(
+            f"{self._path.parent}: was moved to {Path(now).parent} while the run trained; "
+            f"`mlora resume {Path(now).parent}` goes on from its last checkpoint"
+        )
 
     def close(self) -> None:
         """Closes the file, which frees the lock."""
@@ -305,23 +354,15 @@ class Metrics:
         self.close()
 
 
-def is_running(path: Path) -> bool:
-    """Whether a process is at work on the run with this ``metrics.jsonl``."""
+def is_running(path: Path) -> bool | None:
+    """Whether a process is at work on the run with this ``metrics.jsonl``; None if there are no locks."""
     with os_errors(f"{path}: cannot be read"):
         try:
             with open(path, "rb") as file:
-                return not _locked(file, fcntl.LOCK_SH)
+                had = lock(file.fileno(), fcntl.LOCK_SH)
         except FileNotFoundError:
             return False
-
-
-def _locked(file: IO[bytes], lock: int) -> bool:
-    """Locks an open file without waiting; False = another process has locked it."""
-    try:
-        fcntl.flock(file, lock | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    return None if had is None else not had
 
 
 def _content(path: Path) -> bytes | None:

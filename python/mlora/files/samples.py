@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from mlora.durable import sync_path
+from mlora.durable import sync, sync_path
 from mlora.errors import RunError, first_fault
-from mlora.files.disk import os_errors
+from mlora.files.disk import open_appended, os_errors
 
 
 class _Sample(BaseModel):
@@ -37,10 +36,9 @@ def append_samples(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     lines = b"".join((json.dumps(record) + "\n").encode() for record in records)
     with os_errors(f"{path}: cannot be written"):
         new = not path.exists()
-        with open(path, "ab") as file:
+        with open_appended(path) as file:
             file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         if new:
             sync_path(path.parent)
 
@@ -54,7 +52,8 @@ def cut_samples(path: Path, size: int) -> None:
     """Keeps only the first `size` bytes, which a checkpoint has seen. A file that is gone is no fault."""
     with os_errors(f"{path}: cannot be written"):
         if samples_size(path) > size:
-            os.truncate(path, size)
+            with open_appended(path) as file:
+                file.truncate(size)
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from mlora.durable import sync_path
+from mlora.durable import sync_path, temporary
 from mlora.model.base_model import BaseModel
 
 SHARD = 128 << 20
@@ -24,10 +24,9 @@ def export_model(base: BaseModel, folder: Path) -> None:
 
     The folder appears when it is whole and on the disk. Raises OSError if it cannot be written.
     """
-    scratch = folder.with_name(f".{folder.name}.tmp")
-    if scratch.exists():
-        shutil.rmtree(scratch)
-    scratch.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = temporary(folder)
+    scratch.mkdir()
     try:
         _write(base, scratch)
         for path in (*scratch.iterdir(), scratch):

@@ -13,19 +13,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from mlora.config.quantization_config import QuantizationConfig
-from mlora.durable import sync_path
+from mlora.durable import write_whole
 from mlora.errors import first_fault, first_line
 from mlora_ext.nn.interop.quantization_file import QUANTIZATION
 
 
 def write_quantization(folder: str | os.PathLike[str], chosen: QuantizationConfig) -> None:
     """Writes the file durably."""
-    path = Path(folder) / QUANTIZATION
-    temporary = path.with_name(f".{QUANTIZATION}.tmp")
-    temporary.write_text(json.dumps(chosen.model_dump(exclude_defaults=True)) + "\n", encoding="utf-8")
-    sync_path(temporary)
-    os.replace(temporary, path)
-    sync_path(path.parent)
+    text = json.dumps(chosen.model_dump(exclude_defaults=True)) + "\n"
+    write_whole(Path(folder) / QUANTIZATION, text.encode())
 
 
 def read_quantization(folder: Path) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from typing import Any
 from mlora_ext._C import File
 from torch import Tensor
 
-from mlora.durable import sync_path
+from mlora.durable import sync_path, temporary, write_whole
 from mlora.offload.disk import Disk
 from mlora.offload.optimizer_states import OptimizerStates, Unit
 from mlora.offload.options import UNIT
@@ -29,12 +29,11 @@ def write_states(path: Path, states: OptimizerStates) -> int:
 
     Raises OSError if the folder cannot be written or its disk lacks room; nothing is changed then.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.unlink(missing_ok=True)  # of a process that was killed
+    path.parent.mkdir(exist_ok=True)  # a folder that was moved away meanwhile is not made anew
+    scratch = temporary(path)
     with ExitStack() as unless_written:
-        unless_written.callback(temporary.unlink, missing_ok=True)
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o666)
+        unless_written.callback(scratch.unlink, missing_ok=True)
+        descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             os.posix_fallocate(descriptor, 0, max(1, states.nbytes))
         except OSError as error:
@@ -42,8 +41,8 @@ def write_states(path: Path, states: OptimizerStates) -> int:
             raise OSError(error.errno, what, str(path)) from error
         finally:
             os.close(descriptor)
-        checksum = states.save(File.create(str(temporary)))
-        os.replace(temporary, path)
+        checksum = states.save(File.create(str(scratch)))
+        os.replace(scratch, path)
         sync_path(path.parent)
         unless_written.pop_all()
     return checksum
@@ -84,14 +83,9 @@ def save_version(
         "steps": dict(counts),
         "settings": list(settings),
     }
-    temporary = folder / f"{INDEX}.new"
-    with temporary.open("w", encoding="utf-8") as out:
-        json.dump(index, out)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, folder / INDEX)
-    sync_path(folder)
-    for other in folder.glob("optimizer-*.bin"):
+    write_whole(folder / INDEX, json.dumps(index).encode())
+    left = folder.glob(".optimizer*.tmp")  # by processes that were killed
+    for other in (*folder.glob("optimizer-*.bin"), *left):
         if other.name != path.name:
             other.unlink()
 

@@ -133,7 +133,7 @@ def _run(run_dir: Path | str) -> tuple[RunFolder, RunConfig]:
     folder = RunFolder(Path(run_dir).resolve())
     end = time.monotonic() + PATIENCE
     while os.path.isdir(folder.path) and not folder.config.is_file():
-        if not is_running(folder.metrics) or time.monotonic() > end:
+        if is_running(folder.metrics) is False or time.monotonic() > end:
             raise RunError(
                 f"{folder.path}: is not a run folder: it has no config.yaml; if the run has just started, "
                 "try again when it has loaded its base model"
@@ -172,6 +172,11 @@ def _line(task: KnownTask, kind: Change) -> str:
 
 def outlook(folder: RunFolder) -> str:
     """Returns a line that says who applies the requests: the active run, or `mlora resume`."""
-    if is_running(folder.metrics):
-        return "the run is active and applies this at its next iteration"
-    return f"the run is not active; `mlora resume {folder.path}` applies this"
+    active, later = is_running(folder.metrics), f"`mlora resume {folder.path}` applies this"
+    if active is None:
+        return f"the run, if it is active, applies this at its next iteration; if it is not, {later}"
+    return (
+        "the run is active and applies this at its next iteration"
+        if active
+        else f"the run is not active; {later}"
+    )

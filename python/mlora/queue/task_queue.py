@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mlora.errors import RunError, first_line
+from mlora.files.run_folder import is_running
 
 RequestType = Literal["submit", "cancel", "stop", "pause", "unpause"]
 VERSION = 5
@@ -67,8 +68,13 @@ class TaskQueue:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen = -1
+        self._locks = is_running(path.with_name("metrics.jsonl")) is not None
+        if path.is_symlink():
+            raise RunError(f"{path}: is a link; remove it")
         with self._told():
-            self._connection = sqlite3.connect(path, timeout=_PATIENCE, isolation_level=None)
+            locks = "" if self._locks else "?vfs=unix-dotfile"  # takes a folder queue.sqlite.lock for a lock
+            address = f"{path.absolute().as_uri()}{locks}"
+            self._connection = sqlite3.connect(address, timeout=_PATIENCE, isolation_level=None, uri=True)
             with ExitStack() as unless_open:
                 unless_open.callback(self._connection.close)
                 self._connection.execute("PRAGMA synchronous = FULL")
@@ -97,7 +103,10 @@ class TaskQueue:
         try:
             yield
         except sqlite3.Error as error:
-            more = _ADVICE.get(getattr(error, "sqlite_errorcode", 0) & 0xFF, "")
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            more = _ADVICE.get(code, "")
+            if code == sqlite3.SQLITE_BUSY and not self._locks:
+                more += f"; if none is, a killed process has left {self._path}.lock: remove that folder"
             raise RunError(f"{self._path}: cannot be used: {error}{more}") from error
 
     @contextmanager

@@ -100,7 +100,6 @@ class TrainingLoop:
     def train(self, caught: Sequence[int]) -> None:
         """Iterates until no task runs or a signal was caught, then writes a durable checkpoint."""
         self._write_summary("running")
-        self._folder.tidy_adapters([task.name for task in self._table.tasks])
         try:
             self._begin(self._table.admitted())
             self._rounds.regroup(self._table.members(), self._run.iteration)

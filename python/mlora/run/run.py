@@ -82,7 +82,7 @@ def train(
     for adapter in config.adapters:
         own.make(adapter.name, adapter.callbacks)
     prepared = _measured(prepare(config, reporter, member=member, trace=SPANS if trace else 0))
-    with prepared.engine, folder.take() as metrics:
+    with prepared.engine, folder.take(reporter.warn) as metrics:
         trackers = open_trackers(prepared.config, folder.logs)
         # another run may have begun and ended while this one was loaded
         folder.check_contents(overwrite=overwrite, inputs=config.inputs)
@@ -148,7 +148,7 @@ def resume(
     config = resumed_config(folder, settings)  # before `take`, which creates the folder
     done = finished_result(folder, config)
     if done is None:
-        with folder.take() as metrics:
+        with folder.take(reporter.warn) as metrics:
             done = finished_result(folder, config)  # another process may have finished it meanwhile
             if done is None:
                 own = Callbacks(config := resumed_config(folder, settings), callbacks, reporter)
@@ -175,7 +175,7 @@ def resume(
         plot_losses(folder.plot, names, read_metrics(folder.metrics))
     sweep = folder.read_config().sweep
     if sweep:  # the disk was full, or the process was killed, when the run ended
-        with folder.take():
+        with folder.take(reporter.warn):
             write_outcome(folder, sweep)
     return done
 

@@ -243,10 +243,10 @@ class TaskTable:
         self.reporter.fault(f"{name}: refused: {message}")
 
     def _stop(self, task: Task) -> None:
-        """Marks a task as ended by its user; `carry_out` saves it. One that has made no step has no adapter.
+        """Ends a task as its user asked; one that has made no step has no adapter.
 
-        The journal comes in between. If a kill came between saving and the journal, the resumed run would
-        stop the task at an earlier step, and save that.
+        `carry_out` saves the adapter, once the decision is journaled: a run that was killed in between stops
+        the task at the same step again.
         """
         step = task.progress.step
         if not step:

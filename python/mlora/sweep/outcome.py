@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.config.search_space import Choice, Leaf
 from mlora.config.sweep_config import SweepConfig
-from mlora.durable import sync_path
+from mlora.durable import sync_path, temporary
 from mlora.files.disk import os_errors, write_file
 from mlora.files.loss_plot import add_legend, make_panels, save_figure
 from mlora.files.run_folder import RunFolder
@@ -54,9 +54,7 @@ def _copy(source: Path, target: Path) -> None:
 
     A process that is killed just between the two may leave no target; the next outcome mends it.
     """
-    scratch, old = target.with_name(f".{target.name}.tmp"), target.with_name(f".{target.name}.old")
-    for folder in (scratch, old):
-        shutil.rmtree(folder, ignore_errors=True)
+    scratch, old = temporary(target), temporary(target)
     scratch.mkdir()
     for file in source.iterdir():
         write_file(scratch / file.name, file.read_bytes())

@@ -13,6 +13,7 @@ from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
 from mlora.files.checkpoint_writer import CheckpointWriter
+from mlora.files.run_folder import TEMPORARY
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
 from tiny_run import lines, run_data, weights
@@ -52,7 +53,11 @@ def test_the_order_on_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         for iteration in (4, 8):
             writer.start(iteration, {}, [])
-    first, second = ".step-00000004.pt.tmp", ".step-00000008.pt.tmp"
+    first, second = (name for what, name in seen if what == "sync" and name.startswith(".step-"))
+    assert [TEMPORARY.sub(r"\1", name) for name in (first, second)] == [
+        "step-00000004.pt",
+        "step-00000008.pt",
+    ]
     expected = [("sync", "metrics.jsonl"), ("sync", folder.parent.name), ("sync", first)]
     expected += [("rename", "step-00000004.pt"), ("remove", first), ("sync", "checkpoints")]
     expected += [("sync", "metrics.jsonl"), ("sync", second), ("rename", "step-00000008.pt")]

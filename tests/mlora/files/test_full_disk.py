@@ -33,7 +33,7 @@ def fill(monkeypatch: pytest.MonkeyPatch) -> Fill:
         times = []
 
         def is_full(path: Path) -> bool:
-            times.append(path.name == f".{name}.tmp")
+            times.append(path.name == name)
             return times[-1] and sum(times) == time
 
         fill_disk(monkeypatch, is_full)
@@ -156,10 +156,10 @@ def test_metrics_that_cannot_be_written(
             room = 3000 - self.tell()
             return super().write(bytes(data)[:room])  # as a disk does that fills up in the middle of a line
 
-    def opened(path: Path, mode: str, **options: int) -> Any:
+    def opened(path: Path, mode: str, **options: Any) -> Any:
         return Filling(path, "a") if mode == "ab" else builtins.open(path, mode, **options)
 
-    monkeypatch.setattr("mlora.files.run_folder.open", opened, raising=False)
+    monkeypatch.setattr("mlora.files.disk.open", opened, raising=False)
     assert fails("train", run_file) == f"error: {path}: cannot be written: No space left on device"
     assert path.stat().st_size == 3000
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")[: len(lines(tmp_path / "run"))]

@@ -171,8 +171,8 @@ def test_a_read_only_file_can_be_read(path: Path, monkeypatch: pytest.MonkeyPatc
         queue.ask("pause", "a")
     connect = sqlite3.connect
 
-    def reading(path: Path, **options: Any) -> sqlite3.Connection:
-        return connect(f"file:{path}?mode=ro", uri=True, **options)
+    def reading(address: str, **options: Any) -> sqlite3.Connection:
+        return connect(f"{address}?mode=ro", **options)
 
     monkeypatch.setattr("mlora.queue.task_queue.sqlite3.connect", reading)
     with TaskQueue(path) as queue:

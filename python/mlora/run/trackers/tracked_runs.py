@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from mlora.errors import RunError, first_fault
-from mlora.files.disk import os_errors
+from mlora.files.disk import open_appended, os_errors
 
 Kind = Literal["steps", "evaluations"]
 
@@ -48,8 +48,8 @@ class TrackedRuns:
         """Returns the lines, without an incomplete last one, which is cut off."""
         if not self._path.is_file():
             return []
-        with os_errors(f"{self._path}: cannot be read"), self._path.open("r+b") as file:
-            whole = file.read()
+        with os_errors(f"{self._path}: cannot be read"), open_appended(self._path) as file:
+            whole = self._path.read_bytes()
             complete = whole[: whole.rfind(b"\n") + 1]
             file.truncate(len(complete))
         return complete.splitlines()
@@ -72,7 +72,7 @@ class TrackedRuns:
     def write(self, tracker: str, adapter: str, **more: Any) -> None:
         """Adds a line: the ``id`` of a tracking run that has begun, or the step that one has taken."""
         line = _Line(tracker=tracker, adapter=adapter, **more).model_dump_json(exclude_none=True)
-        with self._lock, self._path.open("ab", buffering=0) as file:
+        with self._lock, open_appended(self._path) as file:
             file.write(f"{line}\n".encode())
 
 
