@@ -3,7 +3,6 @@
 # make nightly:    all families of models; the tests under other instruction sets, threads and orders
 # make peers:      tests that need TRL, bitsandbytes, torchao or trackers, in an environment of their own beside .venv
 # make gptq:       tests that need gptqmodel, in an environment of their own beside .venv
-# make lowest:    tests with the lowest versions that pyproject.toml allows, in an environment of their own
 # make docs:       the documentation's site in build/site, in an environment of its own
 # make wheels:     the source archive and a wheel for this Python in dist/; WHEELS="--python python3.12" for others
 # make soak:       long randomised runs; the log is kept in docs/soak.md
@@ -15,7 +14,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinit
 PARALLEL := -n $(WORKERS) --dist worksteal
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test suite peers gptq lowest docs check style types format nightly soak bench wheels clean
+.PHONY: env quickstart test suite peers gptq docs check style types format nightly soak bench wheels clean
 
 env: $(STAMP)
 
@@ -34,12 +33,6 @@ GPTQ := .venv-gptq/.ready
 
 $(GPTQ): $(STAMP) .ci/make_peers_env.py
 	$(PYTHON) .ci/make_peers_env.py .venv .venv-gptq --gptqmodel
-	@touch $@
-
-LOWEST := .venv-lowest/.ready
-
-$(LOWEST): $(STAMP) .ci/make_peers_env.py
-	$(PYTHON) .ci/make_peers_env.py .venv .venv-lowest --lowest
 	@touch $@
 
 DOCS := .venv-docs/.ready
@@ -76,7 +69,6 @@ nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly $(PARALLEL)
 	$(BIN)/python .ci/matrix.py $(PARALLEL)
 	$(MAKE) --no-print-directory gptq
-	$(MAKE) --no-print-directory lowest
 	$(MAKE) --no-print-directory docs
 
 peers: export PYTHONDONTWRITEBYTECODE =
@@ -86,10 +78,6 @@ peers: $(PEERS)
 gptq: export PYTHONDONTWRITEBYTECODE =
 gptq: $(GPTQ)
 	.venv-gptq/bin/python -m pytest -m peers $(PARALLEL) --durations=10 $(shell find tests -name 'test_gptqmodel_*.py')
-
-lowest: export PYTHONDONTWRITEBYTECODE =
-lowest: $(LOWEST)
-	.venv-lowest/bin/python -m pytest -m "not soak and not gpu and not nightly and not peers" $(PARALLEL)
 
 # Material's notice of its successor is no warning about these pages
 docs: export NO_MKDOCS_2_WARNING = 1
@@ -113,5 +101,5 @@ wheels:
 	$(PYTHON) .ci/build_wheels.py $(WHEELS)
 
 clean:
-	rm -rf build .venv .venv-peers .venv-gptq .venv-lowest .venv-docs
+	rm -rf build .venv .venv-peers .venv-gptq .venv-docs
 	find mlora_ext -name '*.so' -delete

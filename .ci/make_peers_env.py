@@ -1,13 +1,9 @@
-"""Create an environment with other packages in front of those of another environment, which it sees.
+"""Create an environment with TRL, quantisation libraries and trackers, which sees another one's packages.
 
-Usage: python3 .ci/make_peers_env.py .venv .venv-peers [--gptqmodel | --lowest]
+Usage: python3 .ci/make_peers_env.py .venv .venv-peers [--gptqmodel]
 
-The packages are TRL, quantisation libraries and trackers; or, with `--gptqmodel`, that library. They are
-apart because PEFT imports bitsandbytes and torchao wherever they are installed. That adds a second to the
-start of each process, and tests start hundreds. gptqmodel, which PEFT imports, too, adds ten.
-
-With `--lowest` they are the lowest versions of our dependencies that `pyproject.toml` allows, and the newest
-of theirs. torch and Triton stay: the default wheels of other versions take gigabytes.
+They are apart because PEFT imports bitsandbytes and torchao wherever they are installed. That adds a second
+to the start of each process, and tests start hundreds. gptqmodel, which PEFT imports, too, adds ten.
 """
 
 import subprocess
@@ -30,21 +26,7 @@ WITHOUT_TORCH = [
 ]
 
 
-ROOT = Path(__file__).resolve().parent.parent
-# uv finds the lowest versions that go together, which pip cannot
-UV = "uv==0.13.9"
-LEFT = ("torch", "triton", "nvidia", "cuda")
-
-
-def lowest_versions(python: Path) -> list[str]:
-    """Requirements of the lowest versions of our dependencies, and of what these need."""
-    compile_ = [str(python), "-m", "uv", "pip", "compile", "--quiet", "--resolution=lowest-direct"]
-    plain = ["--no-header", "--no-annotate", f"--python={python}", str(ROOT / "pyproject.toml")]
-    found = subprocess.run([*compile_, *plain], check=True, capture_output=True, text=True).stdout
-    return [line for line in found.split("\n") if "==" in line and not line.startswith(LEFT)]
-
-
-def main(base: Path, env: Path, kind: str) -> None:
+def main(base: Path, env: Path, gptqmodel: bool) -> None:
     """Create `env` (kept if it is there) with the interpreter of `base`, then install them into it."""
     python = env / "bin" / "python"
     if not python.exists():
@@ -54,18 +36,13 @@ def main(base: Path, env: Path, kind: str) -> None:
     # addsitedir also follows the .pth files there, which a plain line would not
     (own / "base.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n")
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q"]
-    if kind == "--lowest":
-        subprocess.run([*command, UV], check=True)
-        uv = [str(python), "-m", "uv", "pip", "install", "--quiet", f"--python={python}", "--no-deps"]
-        subprocess.run([*uv, *lowest_versions(python)], check=True)
-        return
-    subprocess.run([*command, *REQUIREMENTS, *(GPTQMODEL if kind else TRACKERS)], check=True)
-    if kind:
+    subprocess.run([*command, *REQUIREMENTS, *(GPTQMODEL if gptqmodel else TRACKERS)], check=True)
+    if gptqmodel:
         subprocess.run([*command, "--no-deps", *WITHOUT_TORCH], check=True)
 
 
 if __name__ == "__main__":
     more = sys.argv[3:]
-    if len(sys.argv) < 3 or more not in ([], ["--gptqmodel"], ["--lowest"]):
+    if len(sys.argv) < 3 or more not in ([], ["--gptqmodel"]):
         raise SystemExit(__doc__)
-    main(Path(sys.argv[1]), Path(sys.argv[2]), more[0] if more else "")
+    main(Path(sys.argv[1]), Path(sys.argv[2]), bool(more))
