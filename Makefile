@@ -1,6 +1,7 @@
 # make quickstart: set everything up and train four adapters together
 # make test:       set everything up, check style and types, run the tests
-# make nightly:    all families of models; the tests under other instruction sets, threads and orders
+# make nightly:    all families of models; the tests under other instruction sets, threads and orders; the lowest
+#                  versions of what we need
 # make peers:      tests that need TRL, bitsandbytes, torchao or trackers, in an environment of their own beside .venv
 # make gptq:       tests that need gptqmodel, in an environment of their own beside .venv
 # make docs:       the documentation's site in build/site, in an environment of its own
@@ -68,6 +69,7 @@ nightly: export PYTHONDONTWRITEBYTECODE =
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly $(PARALLEL)
 	$(BIN)/python .ci/matrix.py $(PARALLEL)
+	$(BIN)/python .ci/lowest_versions.py .venv build/lowest
 	$(MAKE) --no-print-directory gptq
 	$(MAKE) --no-print-directory docs
 
