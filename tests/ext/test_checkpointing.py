@@ -169,7 +169,11 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, {}, {"context_fn": noop_context_fn}], ids=["reentrant", "non-reentrant", "context_fn given"])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"use_reentrant": True}, {}, {"context_fn": noop_context_fn}],
+    ids=["reentrant", "non-reentrant", "context_fn given"],
+)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_recomputation_would_read_otherwise(change: str, kwargs: dict[str, object]) -> None:
     """PEFT raises, too: the recomputation saves other tensors. Here masks take no part in what is saved."""
