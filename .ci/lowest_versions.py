@@ -47,8 +47,12 @@ def main(base: Path, env: Path) -> None:
         done = subprocess.run([*mlora, *arguments], capture_output=True, text=True)
         if done.returncode != code or "Traceback" in done.stderr:
             raise SystemExit(f"mlora {' '.join(arguments)}: exit code {done.returncode}\n{done.stderr}")
-    run = ["train", "examples/quickstart.yaml", "--set", "defaults.max_steps=2"]
-    subprocess.run([*mlora, *run, "--set", f"output_dir={env.resolve() / 'run'}"], check=True, cwd=ROOT)
+    settings = {
+        key: 2 for key in ("defaults.max_steps", "adapters.reverse.max_steps", "adapters.sort.max_steps")
+    }
+    settings["output_dir"] = env.resolve() / "run"
+    run = ["train", "examples/quickstart.yaml", *(f"--set={key}={value}" for key, value in settings.items())]
+    subprocess.run([*mlora, *run], check=True, cwd=ROOT)
     tests = [str(python), "-m", "pytest", "-q", "-m", "not nightly and not peers and not soak and not gpu"]
     raise SystemExit(subprocess.run([*tests, *TESTS], cwd=ROOT).returncode)
 
