@@ -1,9 +1,11 @@
 """PEFT's folders: out, in, the same logits; refusals; nothing half-written."""
 
 import copy
+import errno
 import json
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -289,6 +291,25 @@ def test_failed_save_leaves_the_old_folder(saved: Path, monkeypatch: pytest.Monk
     assert (saved / "notes.txt").read_text() == "mine"
     assert (saved / "adapter_model.safetensors").read_bytes() != before
     assert os.listdir(saved.parent) == ["a"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_a_file_system_that_cannot_sync_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """An adapter that was saved is saved; another error of the disk is one."""
+    plain = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        plain(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    model = mx.convert_model(llama(), {"a": LoraConfig(r=3)})
+    with nullcontext() if number == errno.EINVAL else pytest.raises(OSError, match="Input/output error"):
+        mx.save_adapter(model, "a", tmp_path / "a")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(os.listdir(tmp_path / "a"))
 
 
 def test_save_refusals(saved: Path) -> None:

@@ -304,7 +304,7 @@ class Metrics:
 
     def write(self, **record: Any) -> None:
         """Appends one object as a line. Raises RunError if the folder is not there any more."""
-        self._check_place()
+        self.check_place()
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         with self._writing():
             if self._file.write(line) != len(line):
@@ -321,11 +321,11 @@ class Metrics:
 
         Raises RunError if the folder is not there any more.
         """
-        self._check_place()
+        self.check_place()
         with self._writing():
             sync(self._file.fileno())
 
-    def _check_place(self) -> None:
+    def check_place(self) -> None:
         """Raises RunError if the run's folder was moved: later files would make another one in its place."""
         with self._writing():
             try:

@@ -175,8 +175,6 @@ def outlook(folder: RunFolder) -> str:
     active, later = is_running(folder.metrics), f"`mlora resume {folder.path}` applies this"
     if active is None:
         return f"the run, if it is active, applies this at its next iteration; if it is not, {later}"
-    return (
-        "the run is active and applies this at its next iteration"
-        if active
-        else f"the run is not active; {later}"
-    )
+    if active:
+        return "the run is active and applies this at its next iteration"
+    return f"the run is not active; {later}"

@@ -201,12 +201,14 @@ class TrainingLoop:
             if under_way:
                 future = self._engine.first_done(list(under_way))
                 self._finish(under_way.pop(future), future)
+                self._metrics.check_place()
                 self._writer.check()
             elif not self._go_on(rounds.boundary(), stopping=bool(caught)):
                 return
 
     def _go_on(self, iteration: int, *, stopping: bool) -> bool:
         """Does what is due at an iteration boundary and returns whether the run goes on."""
+        self._metrics.check_place()
         save = self._rounds.save_due(iteration) or self._decisions.trial_ended() or self._save_asked
         self._save_asked = False
         self._settle(self._table.admitted())
@@ -473,6 +475,7 @@ class TrainingLoop:
 
     def _end(self, task: Task, state: Literal["finished", "stopped"], message: str) -> None:
         """Ends a task and saves its adapter; that of a failed task only if it keeps its best weights."""
+        self._metrics.check_place()
         failed = state == "stopped"
         if failed and task.kept_step is not None:
             message += f"; saved as it was at step {task.kept_step}, the best"

@@ -290,12 +290,13 @@ class At(Reporter):
             self.call()
 
 
-def test_a_folder_that_is_moved_while_its_run_trains(tiny_base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [5, 9])  # within training, and just before an adapter is saved
+def test_a_folder_that_is_moved_while_its_run_trains(tiny_base: Path, tmp_path: Path, step: int) -> None:
     data = run_data(tiny_base, tmp_path)
     train(resolve_config(data | {"output_dir": "whole"}, folder=tmp_path))
     run, moved = tmp_path / "run", tmp_path / "moved"
     with pytest.raises(RunError) as error:
-        train(resolve_config(data, folder=tmp_path), reporter=At(5, lambda: run.rename(moved)))
+        train(resolve_config(data, folder=tmp_path), reporter=At(step, lambda: run.rename(moved)))
     assert str(error.value) == (
         f"{run}: was moved to {moved} while the run trained; `mlora resume {moved}` goes on from its last "
         "checkpoint"
@@ -307,7 +308,9 @@ def test_a_folder_that_is_moved_while_its_run_trains(tiny_base: Path, tmp_path: 
 
 
 def test_a_folder_that_is_removed_while_its_run_trains(tiny_base: Path, tmp_path: Path) -> None:
-    config = resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path)
+    data = run_data(tiny_base, tmp_path)
+    data["defaults"]["save_steps"] = None  # no thread writes into the folder meanwhile
+    config = resolve_config(data, folder=tmp_path)
     with pytest.raises(RunError, match=r"metrics\.jsonl: was removed while the run trained, so the run ends"):
         train(config, reporter=At(3, lambda: shutil.rmtree(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

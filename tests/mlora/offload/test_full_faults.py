@@ -140,7 +140,7 @@ def test_a_transfer_that_fails(
     assert " at offset " in message
     assert "failed: Input/output error" in message
     assert not list((tmp_path / "scratch").iterdir())
-    assert not list((tmp_path / "run").rglob("*.new"))
+    assert not list((tmp_path / "run").rglob("*.tmp"))
     assert resume(tmp_path / "run").exit_code == 0
     assert_same(tmp_path / "run", whole)
 
