@@ -75,3 +75,27 @@ def test_names_that_peft_translates() -> None:
         "adapter 'a': target_modules: 'w4' matches nothing in the model"
     )
     assert told(mixture("mixtral"), target_modules=["q_proj", "w1", "w3"]) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"rank_pattern": {"q_proj": 4, "qq_proj": 8}}, "rank_pattern: 'qq_proj' applies to none of the"),
+        ({"alpha_pattern": {"k_proj": 4, "q_proj": 8}}, "alpha_pattern: 'k_proj' applies to none of the"),
+        ({"exclude_modules": ["layers.1.self_attn.q_proj", "q_porj"]}, "exclude_modules: 'q_porj' excludes"),
+        ({"layers_to_transform": [0, 7]}, "layers_to_transform: 7 is the index of none of the adapter's"),
+        (
+            {"layers_to_transform": [0], "layers_pattern": ["layers", "blocks"]},
+            "layers_pattern: 'blocks' matches none of the adapter's layers",
+        ),
+    ],
+    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+)
+def test_entries_of_other_fields(fields: dict[str, Any], line: str) -> None:
+    """PEFT warns of most of these; beside an entry that matches, a mistake is as likely."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mx.convert_model(llama(), {"a": LoraConfig(r=2, target_modules=["q_proj"], **fields)})
+    told_here = [str(one.message) for one in caught if one.filename == __file__]
+    assert len(told_here) == 1
+    assert told_here[0].startswith(f"adapter 'a': {line}")

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..active_adapters import disable, disable_adapter, one_adapter, print_trainable_parameters
-from ..adapter_weights import adapter_parameters
+from ..adapter_weights import adapter_layers, adapter_parameters
 from ..add_remove import add_adapter, remove_adapter
 from ..routing.router import Router, router_of
 from . import trainer_checkpoint
 from .merging import merge_and_unload
 from .quantization_file import warn_of_base
-from .read_folder import load_into
+from .read_folder import adapter_folder, load_into
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -132,17 +132,33 @@ class AdapterInterface:
 
     def load_adapter(
         self,
-        peft_model_id: str | os.PathLike[str],
+        peft_model_id: str | os.PathLike[str] | None = None,
         adapter_name: str | None = None,
-        *,
+        peft_config: LoraConfig | Mapping[str, Any] | None = None,
+        adapter_state_dict: Mapping[str, Tensor] | None = None,
+        low_cpu_mem_usage: bool = False,
         is_trainable: bool = False,
         hotswap: bool | str = "auto",
+        local_files_only: bool = False,
+        adapter_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """Reads an adapter from a PEFT folder and calls `set_adapter` with it, as Transformers does.
 
         The name defaults to `default`. Unless `is_trainable`, the adapter is frozen and the model put into
-        evaluation mode. `hotswap=True` only writes the folder's weights into the model's adapter of this
-        name. Without it, a taken name raises ValueError.
+        evaluation mode; with it, the adapter's layers are in training mode, so that they drop. `hotswap=True`
+        only writes the folder's weights into the model's adapter of this name. Without it, a taken name
+        raises ValueError.
+
+        Args:
+            peft_model_id: the folder.
+            adapter_name: of the new adapter.
+            peft_config: in place of a folder, beside `adapter_state_dict`.
+            adapter_state_dict: weights under the keys of `get_adapter_state_dict`, or of a PEFT folder.
+            low_cpu_mem_usage: changes nothing: weights are read straight into the model's memory.
+            is_trainable: whether the adapter gets gradients.
+            hotswap: whether to overwrite the weights of an adapter.
+            local_files_only: changes nothing: folders are read, and no hub.
+            adapter_kwargs: `{"subfolder": name}`.
         """
         name = adapter_name or "default"
         swaps = hotswap is True
@@ -153,14 +169,25 @@ class AdapterInterface:
                 f"adapter_name: the model already has an adapter {name!r}; pass hotswap=True to overwrite "
                 "its weights with the folder's, or choose another name"
             )
-        warn_of_base(self.model, name, peft_model_id)
-        load_into(self.model, name, peft_model_id)
+        with adapter_folder(peft_model_id, peft_config, adapter_state_dict, adapter_kwargs or {}) as folder:
+            warn_of_base(self.model, name, folder)
+            load_into(self.model, name, folder)
         if swaps:
             return
         for parameter in adapter_parameters(self.model, name).values():
             parameter.requires_grad_(is_trainable)
         self.model.train(self.model.training and is_trainable)
+        for layer in adapter_layers(self.model, name).values() if is_trainable else ():
+            layer.training = True
         self.set_adapter(name)
+
+    def enable_peft_hotswap(self, target_rank: int = 128, check_compiled: str = "error") -> None:
+        """Raises ValueError: a model has no use for it, since adapters of any rank join and leave."""
+        raise ValueError(
+            "enable_peft_hotswap: adapters are not padded to a common rank here; load_adapter(folder, name, "
+            "hotswap=True) overwrites an adapter of the same rank and scaling, and delete_adapter with "
+            "load_adapter replaces any"
+        )
 
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, state_dict: Mapping[str, Tensor] | None = None

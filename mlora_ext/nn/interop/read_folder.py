@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +55,37 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
         _check_start(model, name)
         _check_scaling(model, name, plan)
         write_weights(model, name, weights)
+
+
+@contextmanager
+def adapter_folder(
+    folder: str | os.PathLike[str] | None,
+    config: LoraConfig | Mapping[str, Any] | None,
+    state: Mapping[str, Tensor] | None,
+    options: Mapping[str, Any],
+) -> Iterator[Path]:
+    """Yields the PEFT folder that the arguments of Transformers' `load_adapter` mean.
+
+    A config and a state dict become a folder that is there inside `with`. Raises ValueError for arguments
+    that do not go together, and for options other than `subfolder`.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    for key in options:
+        if key != "subfolder":
+            raise ValueError(f"adapter_kwargs: expected subfolder alone, got {key!r}; the hub is not read")
+    if folder is not None and config is None and state is None:
+        yield Path(folder, options.get("subfolder", ""))
+        return
+    if folder is not None or config is None or state is None:
+        raise ValueError("load_adapter: expected a folder, or peft_config and adapter_state_dict without one")
+    with TemporaryDirectory() as made:
+        own = config if isinstance(config, LoraConfig) else LoraConfig(**config)
+        own.save_pretrained(made)
+        named = {PREFIX + key.removeprefix(PREFIX): one.detach().contiguous() for key, one in state.items()}
+        save_file(named, Path(made, WEIGHTS))
+        yield Path(made)
 
 
 def read_adapter(model: nn.Module, name: str, path: Path) -> tuple[LoraConfig, dict[str, dict[str, Tensor]]]:
