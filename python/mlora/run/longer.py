@@ -36,7 +36,8 @@ def continue_longer(
     They become running, as tasks that were set aside: their files are copied from ``finished`` to ``states``.
 
     Raises:
-        RunError: ``max_steps`` is below that of the checkpoint, a file is gone or damaged, or the disk is full.
+        RunError: ``max_steps`` is below that of the checkpoint, a file is gone or damaged, or the disk is
+            full.
     """
     for adapter in config.adapters:
         name, steps = adapter.name, adapter.max_steps
