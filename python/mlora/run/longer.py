@@ -7,7 +7,7 @@ from typing import Any
 
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
-from mlora.files.disk import os_errors, write_file
+from mlora.files.disk import check_tensors, os_errors, write_file
 from mlora.files.run_folder import RunFolder
 from mlora.run.reporter import Reporter
 from mlora.tasks.task import ALIVE
@@ -36,7 +36,8 @@ def continue_longer(
     They become running, as tasks that were set aside: their files are copied from ``finished`` to ``states``.
 
     Raises:
-        RunError: ``max_steps`` is below that of the checkpoint, a file is gone, or the disk is full.
+        RunError: ``max_steps`` is below that of the checkpoint, a file is gone or damaged, or the disk is
+            full.
     """
     for adapter in config.adapters:
         name, steps = adapter.name, adapter.max_steps
@@ -71,6 +72,7 @@ def continue_longer(
         with os_errors(f"{folder.states}: cannot be written"):
             folder.states.mkdir(exist_ok=True)
             for file in files:
+                check_tensors(file)
                 write_file(folder.states / file.name, file.read_bytes())
         reporter.note(f"{name}: goes on from step {task['step']} to step {steps}")
         task["state"], task["message"] = "running", ""

@@ -148,6 +148,18 @@ def test_a_state_that_is_gone_is_named(short: Path, tmp_path: Path) -> None:
     assert resume(run).status == "finished"
 
 
+def test_a_state_with_a_flipped_bit_is_refused(short: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(short, tmp_path / "run")
+    path = min((run / "finished").glob("first-*.pt"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    before = weights(run)
+    with pytest.raises(RunError, match=rf"^{path}: cannot be read: it is damaged or incomplete$"):
+        resume(run, settings=["defaults.max_steps=7"])
+    assert weights(run) == before
+
+
 def test_data_that_changed_since_is_refused(tiny_base: Path, tmp_path: Path) -> None:
     assert mlora.train(config_of(tiny_base, tmp_path, "run", 2)).status == "finished"
     with open(tmp_path / "one.jsonl", "a") as file:
