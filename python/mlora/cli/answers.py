@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mlora.model.base_info import BaseInfo
 
 ROWS = 64  # prompts that a classifier reads at once
+_FAILS = "the base model's tokenizer fails"
 
 
 def load(
@@ -61,7 +62,7 @@ def tokens_of(
     from mlora.data.record import FormatError, text_ids
 
     if not chat:
-        with RustTold("the base model's tokenizer fails"):
+        with RustTold(_FAILS):
             return [text_ids(tokenizer, prompt, end=end) for prompt in prompts]
     own = with_template(tokenizer, template_file, assistant_only_loss=False)
     if not own.chat_template:
@@ -71,7 +72,8 @@ def tokens_of(
         )
     try:
         template = ChatTemplate(own)
-        return [template.question(prompt) for prompt in prompts]
+        with RustTold(_FAILS):
+            return [template.question(prompt) for prompt in prompts]
     except FormatError as error:
         raise RunError(f"--chat: {error}") from None
 
