@@ -113,10 +113,10 @@ def test_an_adapter_of_a_config_and_a_state_dict(pair: tuple[nn.Module, nn.Modul
     ids, config = token_ids(2, 5), LoraConfig.from_pretrained(tmp_path / "a")
     for model in pair:
         state = {key: 2 * tensor for key, tensor in model.get_adapter_state_dict("a").items()}
-        options = {"adapter_state_dict": state, "low_cpu_mem_usage": True, "local_files_only": True}
+        options: dict = {"adapter_state_dict": state, "low_cpu_mem_usage": True}
         model.load_adapter(peft_config=copy.deepcopy(config), adapter_name="twice", **options)
     assert_same_up_to_rounding(logits(ours, ids), logits(theirs, ids), "logits")
-    ours.load_adapter(tmp_path, "b again", adapter_kwargs={"subfolder": "b"})
+    ours.load_adapter(tmp_path, "b again", adapter_kwargs={"subfolder": "b"}, local_files_only=True)
     assert ours.active_adapters() == ["b again"]
     with pytest.raises(ValueError, match="adapter_kwargs: expected subfolder alone, got 'revision'"):
         ours.load_adapter(tmp_path / "a", "c", adapter_kwargs={"revision": "main"})
