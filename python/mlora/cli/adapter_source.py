@@ -33,7 +33,7 @@ def find_adapters(source: Path) -> tuple[str, dict[str, Path], Mapping[str, Any]
             saved = json.loads((source / "adapter_config.json").read_text(encoding="utf-8"))
             if not isinstance(saved, dict):
                 raise ValueError("is not a JSON object")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunError(
                 f"{source / 'adapter_config.json'}: cannot be read: {first_line(error)}"
             ) from error

@@ -111,7 +111,11 @@ def explain(
             if message.startswith(_KNOWN) and message in messages:
                 message = "unknown key"
             messages.add(message)
-            parts = (_source(location, where, given), path_of(_by_name(location, fault["loc"], data)), message)
+            parts = (
+                _source(location, where, given),
+                path_of(_by_name(location, fault["loc"], data)),
+                message,
+            )
             lines.append(": ".join(part for part in parts if part))
     return list(dict.fromkeys(lines))
 

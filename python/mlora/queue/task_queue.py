@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mlora.errors import RunError
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic_core import from_json
+
+from mlora.errors import RunError, first_fault
 
 RequestType = Literal["submit", "cancel", "stop", "pause", "unpause"]
 VERSION = 5
@@ -39,6 +42,53 @@ _TABLES = f"""
     CREATE TABLE tasks (name TEXT PRIMARY KEY, view TEXT NOT NULL);
     PRAGMA user_version = {VERSION};
 """
+
+
+class _Held(BaseModel):
+    """What a text in the file must hold at least."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Params(_Held):
+    params: dict[str, Any]
+
+
+class _Content(_Held):
+    """Of a submission."""
+
+    adapter: dict[str, Any] = {}
+
+
+class _Trial(_Content):
+    trial: _Params
+
+
+class _Proposal(_Held):
+    task: str
+    trial: _Trial | None
+
+
+class _Entry(_Held):
+    taken: int
+    proposals: list[_Proposal] = []
+
+
+class _Memory(_Held):
+    limit_bytes: int
+    base_bytes: int
+    reserved_bytes: int
+    predicted_bytes: int
+    peak_bytes: int
+
+
+class _View(_Held):
+    """Of a task, or, with `memory`, of the run."""
+
+    state: str | None = None
+    states_bytes: FiniteFloat | None = None
+    batch_bytes: FiniteFloat | None = None
+    memory: _Memory | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +186,9 @@ class TaskQueue:
             rows = self._connection.execute(
                 "SELECT number, kind, task, content FROM requests WHERE number > ? ORDER BY number", (after,)
             ).fetchall()
-        return [Request(number, kind, task, self._read(content)) for number, kind, task, content in rows]
+        return [
+            Request(number, kind, task, self._read(content, _Content)) for number, kind, task, content in rows
+        ]
 
     def write_entry(self, iteration: int, entry: Mapping[str, Any]) -> None:
         """Writes down what was decided after `iteration` iterations; the entry is durable then."""
@@ -151,17 +203,14 @@ class TaskQueue:
             rows = self._connection.execute(
                 "SELECT iteration, entry FROM journal WHERE iteration > ? ORDER BY iteration", (after,)
             ).fetchall()
-        return {iteration: self._read(entry) for iteration, entry in rows}
+        return {iteration: self._read(entry, _Entry) for iteration, entry in rows}
 
     def taken(self) -> int:
         """Returns the number of the last request that the run has taken; 0 before the first."""
         with self._told():
             query = "SELECT entry FROM journal ORDER BY iteration DESC LIMIT 1"
             row = self._connection.execute(query).fetchone()
-        taken = self._read(row[0]).get("taken") if row else 0
-        if not isinstance(taken, int):
-            raise RunError(f"{self._path}: is damaged: a journal entry has no number 'taken'")
-        return taken
+        return int(self._read(row[0], _Entry)["taken"]) if row else 0
 
     def forget_entries(self, after: int = -1) -> None:
         """Forgets what was decided after iteration `after`, for a run that will decide anew."""
@@ -179,18 +228,17 @@ class TaskQueue:
         """Returns what was published last: by task, in its order, and of the whole run."""
         with self._told():
             rows = self._connection.execute("SELECT name, view FROM tasks ORDER BY rowid").fetchall()
-        views = {name: self._read(view) for name, view in rows}
+        views = {name: self._read(view, _View) for name, view in rows}
         run = views.pop(_RUN, {})
         return views, run
 
-    def _read(self, text: str) -> dict[str, Any]:
+    def _read(self, text: str, kind: type[_Held]) -> dict[str, Any]:
         try:
-            found = json.loads(text)
-        except (TypeError, ValueError):
-            found = None
-        if not isinstance(found, dict):
-            raise RunError(f"{self._path}: is damaged: {text[:40]!r} is not a JSON object")
-        return found
+            return kind.model_validate(from_json(text)).model_dump(exclude_unset=True)
+        except ValidationError as error:
+            raise RunError(f"{self._path}: is damaged: {first_fault(error)}") from error
+        except (TypeError, ValueError) as error:
+            raise RunError(f"{self._path}: is damaged: {text[:40]!r} is not JSON") from error
 
     def close(self) -> None:
         """Closes the file."""

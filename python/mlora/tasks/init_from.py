@@ -35,7 +35,7 @@ def check_init_from(
         raise RunError(f"init_from: {folder} is not a PEFT folder: it holds no adapter_config.json")
     try:
         saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(
             f"init_from: cannot read {folder / 'adapter_config.json'}: {first_line(error)}"
         ) from error
