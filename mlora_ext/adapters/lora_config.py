@@ -111,7 +111,7 @@ def check_config(name: str, config: LoraConfig, honoured: str = "") -> None:
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise ValueError(f"adapter {name!r}: lora_alpha: expected a finite number, got {alpha!r}")
     check_probability(f"adapter {name!r}: lora_dropout", config.lora_dropout)
-    _check_selection(name, config)
+    check_selection(name, config)
 
 
 def _check_start(name: str, config: LoraConfig) -> None:
@@ -230,9 +230,13 @@ def equally_large(config: LoraConfig) -> LoraConfig:
     return config
 
 
-def _check_selection(name: str, config: LoraConfig) -> None:
+def check_selection(name: str, config: LoraConfig) -> None:
     """Refuses target and layer selections on which PEFT's matching of module names would fail."""
-    for field in ("target_modules", "exclude_modules"):
+    for field in ("rank_pattern", "alpha_pattern"):
+        value = getattr(config, field) or {}
+        if not isinstance(value, dict) or not all(type(one) in (int, float) for one in value.values()):
+            raise ValueError(f"adapter {name!r}: {field}: expected patterns with numbers, got {value!r}")
+    for field in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern"):
         value = getattr(config, field)
         names = value if isinstance(value, list | tuple | set) else [] if value is None else [value]
         if not all(isinstance(item, str) for item in names):

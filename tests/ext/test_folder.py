@@ -249,14 +249,17 @@ def test_unreadable_files_are_refused(saved: Path) -> None:
         ({"peft_type": "IA3"}, r"an adapter of type 'IA3', expected 'LORA'"),
         ({"shiny": True}, r"the installed PEFT does not know shiny=True; upgrade PEFT"),
         ({"use_qalora": True}, r"adapter 'a': use_qalora=True is not supported"),
+        ({"modules_to_save": 3}, r"modules_to_save: expected a pattern or names, got 3"),
+        ({"rank_pattern": {"q_proj": "x"}}, r"rank_pattern: expected patterns with numbers, got"),
         ({"target_parameters": "x"}, r"PEFT cannot read it: `target_parameters` must be a list of strings"),
     ]:
         config.write_text(json.dumps({**fields, **change}))
         with pytest.raises(ValueError, match=message):
             mx.load_adapter(llama(), "a", saved)
-    config.write_text("{")
-    with pytest.raises(ValueError, match=r"adapter_config\.json is not valid JSON"):
-        mx.load_adapter(llama(), "a", saved)
+    for content in (b"{", b"\xff\xfe{}", b"[" * 100_000, b'{"r":' * 100_000):
+        config.write_bytes(content)
+        with pytest.raises(ValueError, match=r"adapter_config\.json is not valid JSON"):
+            mx.load_adapter(llama(), "a", saved)
     config.write_text("[]")
     with pytest.raises(ValueError, match=r"an adapter of type \[\], expected 'LORA'"):
         mx.load_adapter(llama(), "a", saved)

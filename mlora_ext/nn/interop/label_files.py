@@ -42,7 +42,7 @@ def read_label_file(folder: Path, labels: int) -> dict[str, Any]:
         return {}
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"folder: {path} is not valid JSON: {error}") from error
     if not isinstance(stored, dict):
         raise ValueError(f"folder: {path} must hold a JSON object with problem_type or id2label")

@@ -58,7 +58,7 @@ def doubt_of(folder: str | os.PathLike[str], method: str | None) -> str | None:
         return None
     try:
         there = json.loads(path.read_text(encoding="utf-8"))["method"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"folder: {path} must hold a JSON object with method") from error
     return None if there == method else f"{Path(folder)} was trained over {there}, but this base is {method}"
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...adapters.kind import LayerSpec, one_by_one
+from ...adapters.lora_config import check_selection
 from ...adapters.registry import parameters_by_key
 from ...adapters.trained_parts import TRAINED_COPY, task_heads
 from ..adapter_weights import adapter_layers, check_weights, peft_keys, write_weights
@@ -124,8 +125,8 @@ def read_config(path: Path) -> LoraConfig:
         hint = f"give one of its subfolders: {', '.join(inside)}" if inside else "give a PEFT folder"
         raise ValueError(f"folder: {path} has no {CONFIG}; {hint}")
     try:
-        stored = json.loads((path / CONFIG).read_text())
-    except json.JSONDecodeError as error:
+        stored = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"folder: {path / CONFIG} is not valid JSON: {error}") from error
     kind = stored.get("peft_type") if isinstance(stored, dict) else stored
     if kind != "LORA":
@@ -139,10 +140,11 @@ def read_config(path: Path) -> LoraConfig:
             )
     try:
         config = LoraConfig.from_pretrained(str(path))
-    except TypeError as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"folder: {path / CONFIG}: PEFT cannot read it: {error}") from error
     assert isinstance(config, LoraConfig)
     config.inference_mode = False  # PEFT writes True into every folder
+    check_selection(path.name, config)
     refuse_changed_base(f"folder: {path}", config)
     labels = _labels_of(path, config)
     if labels is not None:

@@ -53,7 +53,7 @@ def _files(folder: Path) -> dict[str, str]:
         if (folder / INDEX).is_file():
             found: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
             return found
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"folder: the weights in {folder} cannot be read: {error}") from error
     raise ValueError(
         f"folder: {folder} has neither {WHOLE} nor {INDEX}; save the original model there with "

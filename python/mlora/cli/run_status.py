@@ -10,10 +10,9 @@ from typing import Any
 
 from mlora.cli.common import how_to_go_on
 from mlora.cli.tables import result_table
-from mlora.config.yaml_file import read_yaml
-from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
 from mlora.files.run_folder import RunFolder, is_running, metrics_of
+from mlora.files.stored_config import stored_adapter, stored_config
 from mlora.queue.requests import ENDED, KnownTask, known_tasks
 from mlora.queue.task_queue import TaskQueue
 from mlora.sweep.proposal import trials_begun
@@ -39,7 +38,7 @@ class RunStatus:
     adapters: dict[str, dict[str, Any]]
     tasks: dict[str, KnownTask]  # the same tasks, and what users asked of them
     memory: dict[str, int] | None  # in bytes, as the run has published it; None without a limit
-    config: Mapping[str, Any]  # the values of ``config.yaml``, unchecked
+    config: Mapping[str, Any]  # what `stored_config` returns
     fields: Mapping[str, Mapping[str, Any]]  # resolved, of each adapter, submitted task and trial
     sweep: SweepProgress | None = None
     seen: bool = True  # False: its file system has no locks, so a run that was killed counts as running
@@ -127,8 +126,8 @@ def read_status(run_dir: Path | str) -> RunStatus:
     """Reads a run's status. Raises RunError if the folder holds no run or a file cannot be read."""
     folder = RunFolder(Path(run_dir).resolve())
     folder.check_is_run()
-    values = read_yaml(folder.config)
-    own = _own(folder, values)
+    values = stored_config(folder)
+    own = [(adapter["name"], adapter.get("priority") or 0) for adapter in values["adapters"]]
     at_work = is_running(folder.metrics)  # before the summary is read: the run may end in between
     summary = folder.read_summary() or {"status": "running", "adapters": {}}
     with ExitStack() as stack:
@@ -160,14 +159,8 @@ def _fields(config: Mapping[str, Any], queue: TaskQueue | None) -> dict[str, Map
     if queue:
         came |= {r.task: r.content.get("adapter", {}) for r in queue.requests() if r.kind == "submit"}
         came |= {name: content.get("adapter", {}) for name, content in trials_begun(queue)}
+        came = {name: stored_adapter(name, fields) for name, fields in came.items()}
     return came | {adapter["name"]: adapter for adapter in config["adapters"]}
-
-
-def _own(folder: RunFolder, config: dict[str, Any]) -> list[tuple[str, int]]:
-    adapters = config.get("adapters")
-    if not isinstance(adapters, list) or not all(isinstance(a, dict) and "name" in a for a in adapters):
-        raise RunError(f"{folder.config}: has no list of adapters with names")
-    return [(adapter["name"], adapter.get("priority") or 0) for adapter in adapters]
 
 
 def _size(task: KnownTask, key: str) -> str:

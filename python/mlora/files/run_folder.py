@@ -17,7 +17,8 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import AwareDatetime, BaseModel, FiniteFloat, ValidationError
+from pydantic import AwareDatetime, BaseModel, FiniteFloat, ValidationError, field_validator
+from pydantic_core import from_json
 
 from mlora.config.config_file import dump_config, load_config
 from mlora.config.run_config import RunConfig
@@ -50,6 +51,19 @@ class _Summary(BaseModel):
     status: str
     seconds: FiniteFloat
     adapters: dict[str, AdapterResult]
+
+    @field_validator("adapters")
+    @classmethod
+    def _possible(cls, found: dict[str, AdapterResult]) -> dict[str, AdapterResult]:
+        for name, adapter in found.items():
+            if not all(0 <= (steps or 0) < 2**63 for steps in (adapter.step, adapter.max_steps)):
+                raise ValueError(f"{name}: has no possible number of steps")
+            best = adapter.best or {"step": 0, "metric": "", "value": 0.0}
+            if [type(best.get(key)) for key in ("step", "metric")] != [int, str] or "value" not in best:
+                raise ValueError(f"{name}: best must have step, metric and value")
+            if best["value"] is not None:
+                _check_number("value", best["value"])
+        return found
 
 
 class _Start(BaseModel):
@@ -389,7 +403,7 @@ def metrics_of(path: Path) -> Iterator[dict[str, Any]]:
 
 def _metrics_line(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = from_json(line)
         if not (isinstance(record, dict) and isinstance(record.get("step"), int)):
             raise ValueError("no step")
         if not isinstance(record.get("adapter"), str):

@@ -16,6 +16,7 @@ from mlora.config.aliases import nearest
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder, is_running
+from mlora.files.stored_config import stored_adapter
 from mlora.queue.submission import check_name, read_submission
 from mlora.queue.task_queue import RequestType, TaskQueue
 
@@ -69,9 +70,9 @@ def known_tasks(
     views = queue.views()[0] if queue else {}
     for request in requests:
         if request.kind == "submit":
-            adapter = request.content.get("adapter", {})
-            state, most = "running" if request.number <= taken else "queued", adapter.get("max_steps", 0)
-            task = KnownTask(request.task, adapter.get("priority", 0), state, most if most > 0 else None)
+            adapter = stored_adapter(request.task, request.content.get("adapter", {}))
+            state, most = "running" if request.number <= taken else "queued", adapter.get("max_steps") or 0
+            task = KnownTask(request.task, adapter.get("priority") or 0, state, most if most > 0 else None)
             tasks.setdefault(request.task, task)
         elif request.number > taken and request.task in tasks:
             tasks[request.task].asked.append(request.kind)

@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from mlora.errors import RunError, first_line
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic_core import from_json
+
+from mlora.errors import RunError, first_fault, first_line
 from mlora.files.run_folder import is_running
 
 RequestType = Literal["submit", "cancel", "stop", "pause", "unpause"]
@@ -42,6 +45,53 @@ _TABLES = f"""
     CREATE TABLE tasks (name TEXT PRIMARY KEY, view TEXT NOT NULL);
     PRAGMA user_version = {VERSION};
 """
+
+
+class _Held(BaseModel):
+    """What a text in the file must hold at least."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class _Params(_Held):
+    params: dict[str, Any]
+
+
+class _Content(_Held):
+    """Of a submission."""
+
+    adapter: dict[str, Any] = {}
+
+
+class _Trial(_Content):
+    trial: _Params
+
+
+class _Proposal(_Held):
+    task: str
+    trial: _Trial | None
+
+
+class _Entry(_Held):
+    taken: int
+    proposals: list[_Proposal] = []
+
+
+class _Memory(_Held):
+    limit_bytes: int
+    base_bytes: int
+    reserved_bytes: int
+    predicted_bytes: int
+    peak_bytes: int
+
+
+class _View(_Held):
+    """Of a task, or, with `memory`, of the run."""
+
+    state: str | None = None
+    states_bytes: FiniteFloat | None = None
+    batch_bytes: FiniteFloat | None = None
+    memory: _Memory | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +201,7 @@ class TaskQueue:
                 "SELECT number, kind, task, content FROM requests WHERE number > ? ORDER BY number", (after,)
             ).fetchall()
         return [
-            Request(number, kind, task, self._read(content, number, kind, task))
+            Request(number, kind, task, self._read(content, _Content, number, kind, task))
             for number, kind, task, content in rows
         ]
 
@@ -167,17 +217,14 @@ class TaskQueue:
             rows = self._connection.execute(
                 "SELECT iteration, entry FROM journal WHERE iteration > ? ORDER BY iteration", (after,)
             ).fetchall()
-        return {iteration: self._read(entry, iteration) for iteration, entry in rows}
+        return {iteration: self._read(entry, _Entry, iteration) for iteration, entry in rows}
 
     def taken(self) -> int:
         """Returns the number of the last request that the run has taken; 0 before the first."""
         with self._told():
             query = "SELECT iteration, entry FROM journal ORDER BY iteration DESC LIMIT 1"
             row = self._connection.execute(query).fetchone()
-        taken = self._read(row[1], row[0]).get("taken") if row else 0
-        if not isinstance(taken, int):
-            raise RunError(f"{self._path}: is damaged: a journal entry has no number 'taken'")
-        return taken
+        return int(self._read(row[1], _Entry, row[0])["taken"]) if row else 0
 
     def forget_entries(self, after: int = -1) -> None:
         """Forgets what was decided after iteration `after`, for a run that will decide anew."""
@@ -195,7 +242,7 @@ class TaskQueue:
         """Returns what was published last: by task, in its order, and of the whole run."""
         with self._told():
             rows = self._connection.execute("SELECT name, view FROM tasks ORDER BY rowid").fetchall()
-        views = {name: self._read(view, name) for name, view in rows}
+        views = {name: self._read(view, _View, name) for name, view in rows}
         run = views.pop(_RUN, {})
         return views, run
 
@@ -206,17 +253,19 @@ class TaskQueue:
         if found != "ok":
             raise RunError(f"{self._path}: is damaged: {first_line(found)}{_RESTORE}")
 
-    def _read(self, text: str, *keys: int | str) -> dict[str, Any]:
+    def _read(self, text: str, kind: type[_Held], *keys: int | str) -> dict[str, Any]:
         """Returns the object in a row's text if it is as `_text` made it; older rows have no checksum."""
         try:
             body, _, checksum = text.partition("\n")
-            found = json.loads(body)
-            whole = isinstance(found, dict) and checksum in ("", _checksum(body, *keys))
+            found = kind.model_validate(from_json(body)).model_dump(exclude_unset=True)
+            if checksum in ("", _checksum(body, *keys)):
+                return found
+            fault = f"{text[:40]!r} is not what a run wrote"
+        except ValidationError as error:
+            fault = first_fault(error)
         except (TypeError, ValueError, AttributeError):
-            whole = False
-        if not whole:
-            raise RunError(f"{self._path}: is damaged: {text[:40]!r} is not what a run wrote{_RESTORE}")
-        return dict(found)
+            fault = f"{text[:40]!r} is not JSON" if isinstance(text, str) else "a row holds no text"
+        raise RunError(f"{self._path}: is damaged: {fault}{_RESTORE}")
 
     def close(self) -> None:
         """Closes the file."""

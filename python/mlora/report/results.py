@@ -47,7 +47,7 @@ def result_columns(adapters: Sequence[Adapter], shown: Mapping[str, tuple[str, s
         _pairs("Accuracy", [entry["eval_accuracy"] for entry in entries], percent, whole=1.0),
     ]
     for name, (title, form) in shown.items():
-        if name == "accuracy" and any(entry["eval_accuracy"]["before"] is not None for entry in entries):
+        if name == "accuracy" and any(entry["eval_accuracy"].get("before") is not None for entry in entries):
             continue
         write, whole = (percent, 1.0) if form.endswith("%") else (number, None)
         title = title[:1].upper() + title[1:]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from mlora.errors import RunError, first_line
 from mlora.files.disk import os_errors
@@ -48,8 +49,8 @@ def read_timeline(path: Path) -> Timeline | None:
     with os_errors(f"{path}: cannot be read"):
         content = path.read_bytes()
     try:
-        return window_of(json.loads(content)["traceEvents"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return window_of(from_json(content)["traceEvents"])
+    except (ValueError, LookupError, ArithmeticError, TypeError, AttributeError) as error:
         raise RunError(f"{path}: is not a trace: {first_line(error)}") from error
 
 

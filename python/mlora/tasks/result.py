@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mlora.tasks.task import Task
 
 Status = Literal["running", "finished", "failed", "paused", "interrupted"]
-Pair = dict[str, float | None]
+Pair = dict[Literal["before", "after"], float | None]
 SHOWN = {
     "accuracy": ("accuracy", ".1%"),
     "rewards/accuracies": ("reward accuracy", ".1%"),
@@ -154,5 +154,8 @@ def _own_metrics(task: Task) -> list[str]:
 
 
 def _pair(task: Task, key: str, last: int) -> Pair:
-    found = {"before": task.evaluation(0).get(key), "after": task.evaluation(last).get(key) if last else None}
+    found: Pair = {
+        "before": task.evaluation(0).get(key),
+        "after": task.evaluation(last).get(key) if last else None,
+    }
     return {when: value if value is None or math.isfinite(value) else None for when, value in found.items()}

@@ -71,7 +71,7 @@ def test_status_of_a_killed_run_has_no_values_after_the_end(run: Run, trained: P
 @pytest.mark.parametrize(
     ("file", "text", "expected"),
     [
-        ("config.yaml", "adapters: 3", "config.yaml: has no list of adapters with names"),
+        ("config.yaml", "adapters: 3", "config.yaml: is not a run's config: base_model: is missing"),
         ("summary.json", "{}", "summary.json: is not a run's summary: status: is missing"),
         ("summary.json", "{oops", "summary.json: is not a run's summary: Invalid JSON"),
         (
