@@ -348,7 +348,7 @@ def test_a_file_is_read_up_to_the_last_sample(tmp_path: Path) -> None:
     [
         (
             {"streaming": True},
-            "datasets[0].streaming: needs max_samples: how many rows to read of each file",
+            "datasets.mix.streaming: needs max_samples: how many rows to read of each file",
         ),
         ({"validation_split": 2.5}, "validation_split: 2.5 is neither a share below 1 nor a whole number"),
         ({"path": "https://x/y.jsonl"}, "path: https://x/y.jsonl is a web address"),
