@@ -13,8 +13,8 @@ MLORA, EXT, BENCH = ROOT / "python" / "mlora", ROOT / "mlora_ext", ROOT / "bench
 PRODUCT = [*layers.python_files(EXT), *layers.python_files(MLORA)]
 
 # The first looks at what the user has set in the environment that the processes it starts inherit; the
-# second sets what a library can be told by its environment only.
-READS_ENVIRONMENT = {"mlora.cluster.launch", "mlora.cluster.allocators"}
+# second sets what a library can be told by its environment only; the third reads what a launcher says.
+READS_ENVIRONMENT = {"mlora.cluster.launch", "mlora.cluster.allocators", "mlora.cluster.world"}
 
 
 def module_name(path: Path) -> str:

@@ -31,6 +31,7 @@ class _Payload(BaseModel):
     tasks: dict[str, dict[str, Any]]
     total_steps: dict[str, int]
     adapters: dict[str, dict[str, Any]]
+    rounds: dict[str, Any] = Field(default_factory=dict)
 
 
 def checkpoint_name(iteration: int) -> str:

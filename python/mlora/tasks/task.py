@@ -69,6 +69,7 @@ class Progress:
         best: the best value of the adapter's ``metric_for_best_model`` after a step.
         best_step: the step after which it was measured.
         worse: evaluations in a row that did not improve on it.
+        evaluation_due: a signal came before the evaluation that is due after its last step.
         callbacks: what its callbacks go on with, see `mlora.run.callbacks`; empty if it has none.
     """
 
@@ -89,6 +90,7 @@ class Progress:
     best: float | None = None
     best_step: int | None = None
     worse: int = 0
+    evaluation_due: bool = False
     callbacks: dict[str, Any] = field(default_factory=dict)
 
 
