@@ -13,8 +13,14 @@ MLORA, EXT, BENCH = ROOT / "python" / "mlora", ROOT / "mlora_ext", ROOT / "bench
 PRODUCT = [*layers.python_files(EXT), *layers.python_files(MLORA)]
 
 # The first looks at what the user has set in the environment that the processes it starts inherit; the
-# second sets what a library can be told by its environment only; the third asks for the user's cache folder.
-READS_ENVIRONMENT = {"mlora.cluster.launch", "mlora.cluster.allocators", "mlora.run.machine_choice"}
+# second sets what a library can be told by its environment only; the third asks for the user's cache folder;
+# the fourth reads what a launcher says.
+READS_ENVIRONMENT = {
+    "mlora.cluster.launch",
+    "mlora.cluster.allocators",
+    "mlora.run.machine_choice",
+    "mlora.cluster.world",
+}
 
 
 def module_name(path: Path) -> str:

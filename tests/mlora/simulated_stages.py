@@ -149,11 +149,11 @@ class Store:
         values = self.reach()
         return [values[key] for key in keys]
 
-    def add(self, key: str, amount: int) -> int:
-        values = self.reach()
-        found = int(values.get(key, b"0")) + amount
-        values[key] = str(found).encode()
-        return found
+    def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
+        values, before = self.reach(), expected if isinstance(expected, bytes) else expected.encode()
+        if values.get(key, b"") == before:
+            values[key] = desired.encode()
+        return values.get(key, before)
 
 
 class Stage(System):

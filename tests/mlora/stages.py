@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.distributed import TCPStore
+from mlora.cluster.launch import local_store
+from mlora.cluster.world import SECRET
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKS = multiprocessing.get_context("forkserver")  # torch takes seconds to import, once
@@ -52,6 +53,7 @@ def contract(rank: int, size: int, port: int, *, launcher_holds_store: bool = Tr
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "test",
         "TORCHELASTIC_USE_AGENT_STORE": str(launcher_holds_store),
+        SECRET: "of this test",
     }
 
 
@@ -113,7 +115,7 @@ def stages(*bodies: str, ranks: Sequence[int] | None = None, holds_store: bool =
     """
     with tempfile.TemporaryDirectory() as folder:
         if holds_store:
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store = local_store()
             port = store.port
         else:
             port = free_port()

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import uuid
@@ -25,6 +27,8 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from .processes import System
+from .signals import URGENT, ending
+from .world import SECRET
 
 _LOOK_AGAIN = 0.1  # seconds
 _GRACE = 20.0  # seconds for the others to end, once one has failed or the first stage has ended
@@ -37,8 +41,9 @@ Popen: TypeAlias = "subprocess.Popen[bytes]"
 def launch(stages: int, arguments: Sequence[str]) -> int:
     """Runs a Python command in one process per stage, and waits until all have ended.
 
-    SIGINT and SIGTERM are passed on to stage 0, which ends the run in order, in whatever time it takes. A
-    second one is passed on too, and a few seconds later all remaining processes are killed. When one process
+    Signals that end a run are passed on to stage 0, which ends it in order, in whatever time it takes. A
+    second SIGINT or SIGTERM is passed on too, and a few seconds later all remaining processes are killed.
+    When one process
     has failed or stage 0 has ended, the others get some seconds to end. Processes that have not met the
     failed one yet cannot see the failure. They are sent SIGTERM, as torchrun does; after a signal without
     delay. However this process itself ends, the others end too.
@@ -50,7 +55,7 @@ def launch(stages: int, arguments: Sequence[str]) -> int:
     Returns:
         The exit code of the process that failed first, 128 + the signal that ended it, or 0.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = local_store()
     command = (sys.executable, *_python_options(), "-m", "mlora.cluster.worker", str(os.getpid()), *arguments)
     processes: list[Popen] = []
     with _signals_caught(processes) as caught:
@@ -69,9 +74,17 @@ def launch(stages: int, arguments: Sequence[str]) -> int:
                     process.wait()
 
 
+def local_store() -> dist.TCPStore:
+    """Returns a store that only this machine reaches: torch itself would listen at all addresses."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    file = listener.detach()  # the store closes it
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
+
+
 @contextmanager
 def _signals_caught(processes: Sequence[Popen]) -> Iterator[list[int]]:
-    """Inside `with`, collects SIGINT and SIGTERM, and lets Ctrl-Z stop all processes."""
+    """Inside `with`, collects the signals that end a run, and lets Ctrl-Z stop all processes."""
     caught: list[int] = []
 
     def catch(number: int, frame: FrameType | None) -> None:
@@ -84,7 +97,7 @@ def _signals_caught(processes: Sequence[Popen]) -> Iterator[list[int]]:
         for process in processes:
             process.send_signal(signal.SIGCONT)
 
-    handlers = {signal.SIGINT: catch, signal.SIGTERM: catch, signal.SIGTSTP: pause}
+    handlers = {**dict.fromkeys(ending(), catch), int(signal.SIGTSTP): pause}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield caught
@@ -103,7 +116,8 @@ def _attend(processes: Sequence[Popen], caught: Sequence[int], system: System | 
         if len(caught) > passed:
             processes[0].send_signal(caught[passed])
             passed += 1
-            deadline = now + _AFTER_SECOND_SIGNAL if passed == 2 else deadline
+            if caught[passed - 1] in URGENT and sum(number in URGENT for number in caught[:passed]) == 2:
+                deadline = now + _AFTER_SECOND_SIGNAL
         failed = _first_failure(processes) if failed is None else failed
         if failed is not None or processes[0].poll() is not None:
             deadline = min(deadline, now + _GRACE)
@@ -162,7 +176,7 @@ def _python_options() -> list[str]:
 
 
 def _environments(stages: int, port: int) -> list[dict[str, str]]:
-    """Returns each process's variables: torchrun's, and defaults for those that the user has not set."""
+    """Returns each process's variables: torchrun's, the run's secret, and defaults that the user left."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // stages)),
@@ -175,6 +189,7 @@ def _environments(stages: int, port: int) -> list[dict[str, str]]:
         "WORLD_SIZE": str(stages),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        SECRET: secrets.token_hex(32),
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",

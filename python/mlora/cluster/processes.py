@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-_STATE, _START = 0, 19  # fields of /proc/<pid>/stat, counted from the one after the name, proc(5)
+_STATE, _PARENT, _START = 0, 1, 19  # fields of /proc/<pid>/stat, counted from the one after the name, proc(5)
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,15 @@ class Process:
         """Whether a signal or a debugger has stopped it. Only for a process that is near."""
         return self._state() in ("T", "t")
 
-    def kill(self) -> None:
-        """Ends it with SIGKILL, if it has not ended. Only for a process that is near."""
+    def kill(self, parent: int) -> None:
+        """Ends it with SIGKILL, if it has not ended and process `parent` started it. Only for a near one."""
         try:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return
         try:
-            if not self.is_gone():  # checked after opening: the handle never passes to a later process
+            fields = _fields(self.pid)  # read after opening: the handle never passes to a later process
+            if not self.is_gone() and fields and int(fields[_PARENT]) == parent:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         except ProcessLookupError:
             return
@@ -110,7 +111,8 @@ class System:
         return process.is_stopped()
 
     def kill(self, process: Process) -> None:
-        process.kill()
+        """Ends a process that this one's launcher has started, too, and no other."""
+        process.kill(os.getppid())
 
     def write_error(self, line: str) -> None:
         """Writes to standard error, past Python's buffer and past a replaced `sys.stderr`."""

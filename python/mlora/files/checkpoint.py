@@ -33,6 +33,7 @@ class _Payload(BaseModel):
     tasks: dict[str, dict[str, Any]]
     total_steps: dict[str, int]
     adapters: dict[str, dict[str, Any]]
+    rounds: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _is_whole(self) -> _Payload:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from mlora.errors import RunError
@@ -57,6 +58,7 @@ def complete(
     ends: Sequence[int],
     rows: int = 64,
     draw: Mapping[str, Any] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> list[tuple[int, ...]]:
     """Completes prompts; prompts of equal length share batches of up to `rows`, whatever their adapters.
 
@@ -64,24 +66,37 @@ def complete(
     a batch, up to the rounding of matrix products with another number of rows. The model, converted by
     ``mlora_ext.convert_model``, is in evaluation mode meanwhile, and its `generation_config` says nothing: a
     base's repetition penalty would change which token is the most likely. `draw` is from `sampling`; without
-    it, the most likely token is taken. ValueError if a prompt has no tokens.
+    it, the most likely token is taken. `check` is called after each token; what it raises ends the work.
+    ValueError if a prompt has no tokens.
 
     Returns:
         Each request's new tokens: up to and with the first of `ends`, or ``max_new_tokens`` of them.
     """
     results: list[tuple[int, ...]] = [()] * len(requests)
+    options = dict(draw or {}) | ({} if check is None else {"stopping_criteria": [_Checking(check)]})
     training, own = model.training, model.generation_config
     model.eval()
     model.generation_config = GenerationConfig()
     try:
         for batch in _batches(requests, rows):
             chosen = [requests[index] for index in batch]
-            for index, tokens in zip(batch, _generate(model, chosen, ends, draw or {}), strict=True):
+            for index, tokens in zip(batch, _generate(model, chosen, ends, options), strict=True):
                 results[index] = tokens
     finally:
         model.train(training)
         model.generation_config = own
     return results
+
+
+class _Checking:
+    """Calls a function after each token of Transformers' ``generate``, and never stops a row itself."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self._check()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def _batches(requests: Sequence[GenerationRequest], rows: int) -> Iterator[list[int]]:

@@ -7,12 +7,13 @@ and twice the processor time.
 
 from __future__ import annotations
 
-import secrets
+import hmac
+import selectors
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import islice
 
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from ..cluster.world import PeerError, World, stages_have
 
-_HELLO = struct.Struct("<32sq")  # the listener's secret, and the source's rank
+_HELLO = struct.Struct("<32sq")  # the wire's token, and the source's rank
 _HELLO_SECONDS = 5.0
+_LOOK_AGAIN = 0.1  # seconds
 _MOST_PARTS = 1024  # of one call, limits.h: UIO_MAXIOV
 # seconds; notices a neighbour's machine that vanished, and keeps idle connections open in the network.
 # No TCP_USER_TIMEOUT: it would also end the connections of a run that is suspended for that long
@@ -74,20 +76,19 @@ class Wire:
 def connect(world: World, pairs: Sequence[tuple[int, int]], timeout: float) -> dict[tuple[int, int], Wire]:
     """Connects processes and returns this one's end of each of its `(source, target)` pairs of ranks.
 
-    All processes call it once. Each waits for its sources at its own port. It publishes the port in the
-    world's store, with a secret that a source has to send. All processes have `timeout` seconds to come, and
-    as many again to connect.
+    All processes call it once. Each waits for its sources at its own port, which it publishes in the world's
+    store. A source has to send a token that only processes of this run can compute. All processes have
+    `timeout` seconds to come, and as many again to connect.
 
     Raises:
         PeerError: another process cannot be reached, or does not come.
         RuntimeError: this process cannot listen.
     """
     host, everywhere = _own_address(world.store)
-    secret = secrets.token_hex(16)
     with closing(_listener("" if everywhere else host)) as listener:
         port = listener.getsockname()[1]
         # "": its own address is loopback only, so others call it by the store's host name
-        addresses = world.gather("wires", ["" if everywhere else host, port, secret], timeout)
+        addresses = world.gather("wires", ["" if everywhere else host, port], timeout)
         deadline = time.monotonic() + timeout
         wires = {
             (world.rank, target): _call(world, target, addresses[target], deadline)
@@ -95,16 +96,16 @@ def connect(world: World, pairs: Sequence[tuple[int, int]], timeout: float) -> d
             if source == world.rank
         }
         awaited = {source for source, target in pairs if target == world.rank}
-        wires |= _awaited(listener, world.rank, awaited, secret, deadline)
+        wires |= _awaited(world, listener, awaited, deadline)
     return wires
 
 
 def _call(world: World, target: int, address: Sequence[object], deadline: float) -> Wire:
-    host, port, secret = address
+    host, port = address
     place = (str(host) or _store_host(world.store), int(str(port)))
     try:
         connection = socket.create_connection(place, max(0.1, deadline - time.monotonic()))
-        connection.sendall(_HELLO.pack(str(secret).encode(), world.rank))
+        connection.sendall(_HELLO.pack(_token(world, world.rank, place[1]), world.rank))
     except OSError as error:
         reason = error.strerror or error
         raise PeerError(f"stage {target} cannot be reached at {place[0]}:{place[1]}: {reason}") from error
@@ -112,42 +113,82 @@ def _call(world: World, target: int, address: Sequence[object], deadline: float)
 
 
 def _awaited(
-    listener: socket.socket, own: int, sources: set[int], secret: str, deadline: float
+    world: World, listener: socket.socket, sources: set[int], deadline: float
 ) -> dict[tuple[int, int], Wire]:
     wires: dict[tuple[int, int], Wire] = {}
-    while sources:
-        listener.settimeout(max(0.1, deadline - time.monotonic()))
+    port = listener.getsockname()[1]
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
         try:
-            connection, _ = listener.accept()
-        except OSError as error:
-            if not isinstance(error, TimeoutError):
-                raise RuntimeError(
-                    f"stage {own} cannot accept connections: {error.strerror or error}"
-                ) from error
-            raise PeerError(f"{stages_have(sorted(sources))} not connected in time") from error
-        source = _greeted(connection, secret)
-        if source in sources:
-            sources = sources - {source}
-            wires[source, own] = Wire(connection)
-        else:
-            connection.close()
+            while sources:
+                if time.monotonic() > deadline:
+                    raise PeerError(f"{stages_have(sorted(sources))} not connected in time")
+                for connection, hello in _heard(selector, listener, world.rank):
+                    source = _source_of(world, hello, port)
+                    if source in sources:
+                        sources = sources - {source}
+                        wires[source, world.rank] = Wire(connection)
+                    else:
+                        connection.close()
+        finally:
+            for key in list(selector.get_map().values()):
+                if isinstance(key.fileobj, socket.socket) and key.fileobj is not listener:
+                    key.fileobj.close()
     return wires
 
 
-def _greeted(connection: socket.socket, secret: str) -> int:
-    """Returns the caller's rank, or -1 if it does not know the secret."""
-    hello, deadline = bytearray(), time.monotonic() + _HELLO_SECONDS
-    try:
-        while len(hello) < _HELLO.size:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
+def _heard(
+    selector: selectors.BaseSelector, listener: socket.socket, own: int
+) -> Iterator[tuple[socket.socket, bytes]]:
+    """Yields callers with what they have said: all of it, or too little after some seconds.
+    All are listened to side by side, so that none holds up another."""
+    selector.select(_LOOK_AGAIN)
+    now = time.monotonic()
+    for caller in _accepted(listener, own):
+        selector.register(caller, selectors.EVENT_READ, (bytearray(), now + _HELLO_SECONDS))
+    for key in list(selector.get_map().values()):
+        connection = key.fileobj
+        if connection is listener or not isinstance(connection, socket.socket):
+            continue
+        hello, until = key.data
+        try:
             more = connection.recv(_HELLO.size - len(hello))
-            if not more:
-                return -1
             hello += more
-    except OSError:
+            ended = not more or len(hello) == _HELLO.size
+        except BlockingIOError:
+            ended = False
+        except OSError:
+            ended = True
+        if ended or now > until:
+            selector.unregister(connection)
+            yield connection, bytes(hello)
+
+
+def _accepted(listener: socket.socket, own: int) -> Iterator[socket.socket]:
+    """Yields the connections that wait at a listener, in non-blocking mode."""
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            raise RuntimeError(f"stage {own} cannot accept connections: {error.strerror or error}") from error
+        connection.setblocking(False)
+        yield connection
+
+
+def _source_of(world: World, hello: bytes, port: int) -> int:
+    """Returns the rank of the process that said `hello`; -1 if it is not one of this run."""
+    if len(hello) < _HELLO.size:
         return -1
     told, source = _HELLO.unpack(hello)
-    return source if secrets.compare_digest(told, secret.encode()) else -1
+    return source if hmac.compare_digest(told, _token(world, source, port)) else -1
+
+
+def _token(world: World, source: int, port: int) -> bytes:
+    """Returns what `source` has to send first to the process that listens at `port`."""
+    return world.token(f"wire of {source} to port {port}")
 
 
 def _own_address(store: dist.Store) -> tuple[str, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -23,21 +23,35 @@ SAMPLES = 4  # prompts of a task whose answers `samples.jsonl` keeps
 SAMPLE_LETTERS = 600  # of a prompt or an answer that is kept
 
 
+Batch = Mapping[str | None, Sequence[Sample]]
 Fits = Callable[[Mapping[str, Sequence[int]]], bool]
 """Whether memory holds a micro-batch, given the sequence lengths of each task."""
 
 
-def evaluate_losses(engine: Engine, tasks: Sequence[Task], fits: Fits) -> dict[str, BatchResult]:
+def _never() -> None:
+    """Interrupts nothing."""
+
+
+def evaluate_losses(
+    engine: Engine, tasks: Sequence[Task], fits: Fits, check: Callable[[], None] = _never
+) -> dict[str, BatchResult]:
     """Returns sums over tasks' ``eval_data``, one micro-batch of each at a time, as far as memory allows.
 
-    `fits` is for training; an evaluation needs less.
+    `fits` is for training; an evaluation needs less. `check` is called before each micro-batch; what it
+    raises ends the evaluation.
     """
     sums = {task.name: BatchResult(0.0, 0) for task in tasks}
-    batches = (part for batch in _batches(tasks) for part in _parts(batch, fits))
+    batches = _checked((part for batch in _batches(tasks) for part in _parts(batch, fits)), check)
     for results in engine.evaluate_each(batches, raises=False):
         for name, result in results.items():
             sums[name] = sums[name].plus(result)
     return sums
+
+
+def _checked(batches: Iterable[Batch], check: Callable[[], None]) -> Iterator[Batch]:
+    for batch in batches:
+        check()
+        yield batch
 
 
 def _batches(tasks: Sequence[Task]) -> Iterator[dict[str | None, Sequence[Sample]]]:
@@ -84,7 +98,12 @@ def _rows_that_fit(requests: Sequence[GenerationRequest], fits: Fits) -> int:
 
 
 def complete_over_stages(
-    engine: Engine, requests: Sequence[GenerationRequest], *, ends: Sequence[int], rows: int
+    engine: Engine,
+    requests: Sequence[GenerationRequest],
+    *,
+    ends: Sequence[int],
+    rows: int,
+    check: Callable[[], None] = _never,
 ) -> list[tuple[int, ...]]:
     """Completes prompts greedily over several stages; each token computes the whole sequences anew.
 
@@ -95,6 +114,7 @@ def complete_over_stages(
     going = [index for index, request in enumerate(requests) if request.max_new_tokens > 0]
     while going:
         for start in range(0, len(going), rows):
+            check()
             batches: dict[str | None, list[list[int]]] = {}
             part = sorted(going[start : start + rows], key=lambda index: requests[index].adapter)
             for index in part:
@@ -129,12 +149,17 @@ class Answers:
 
 
 def answer_prompts(
-    engine: Engine, tasks: Sequence[Task], base: BaseInfo, fits: Fits
+    engine: Engine,
+    tasks: Sequence[Task],
+    base: BaseInfo,
+    fits: Fits,
+    check: Callable[[], None] = _never,
 ) -> Mapping[str, Answers]:
     """Returns what greedy generation makes of each task's prompts, by task name.
 
     A completion counts if its text equals the expected one and an end token of the base model follows, within
-    as many tokens as the expected completion has.
+    as many tokens as the expected completion has. `check` is called for each token; what it raises ends the
+    work.
     """
     wanted = [(task.name, prompt) for task in tasks if task.eval_data for prompt in task.eval_data.prompts]
     requests = [
@@ -143,9 +168,9 @@ def answer_prompts(
     tokenizer, ends = base.tokenizer(), base.end_tokens()
     rows = _rows_that_fit(requests, fits)
     if engine.alone:
-        answers = complete(engine.model, requests, ends=ends, rows=rows)
+        answers = complete(engine.model, requests, ends=ends, rows=rows, check=check)
     else:
-        answers = complete_over_stages(engine, requests, ends=ends, rows=rows)
+        answers = complete_over_stages(engine, requests, ends=ends, rows=rows, check=check)
     found = {task.name: Answers() for task in tasks}
     for (name, prompt), answer in zip(wanted, answers, strict=True):
         own, ended = found[name], bool(answer) and answer[-1] in ends

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
-from types import FrameType
 from typing import Any, Literal
 
+from mlora.cluster.signals import Interrupted
 from mlora.config.sweep_config import is_trial
 from mlora.engine.adapter_state import BatchResult, added, means
 from mlora.engine.batcher import BatchFuture
@@ -43,29 +40,6 @@ _NO_GRADIENT = 3
 """Steps in a row without a gradient that are worth a warning."""
 
 
-@contextmanager
-def catch_signals() -> Iterator[list[int]]:
-    """Yields a list that collects SIGINT and SIGTERM; after the first signal the next one acts as usual."""
-    caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # Python handles no signals there
-        yield caught
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def catch(number: int, frame: FrameType | None) -> None:
-        caught.append(number)
-        for other, handler in before.items():
-            signal.signal(other, handler)
-
-    try:
-        for number in before:
-            signal.signal(number, catch)
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values that JSON can hold: an objective's metric may be NaN or infinite."""
     return {key: value for key, value in values.items() if math.isfinite(value)}
@@ -79,13 +53,17 @@ class TrainingLoop:
     one device all tasks form one group; a pipeline is filled by several groups. Tasks come and go at
     iteration boundaries. A run depends only on its config, its journaled decisions and the number of
     iterations, never on timing.
+
+    After a signal only the micro-batches under way are finished. An evaluation or answers that it interrupts
+    count for nothing; the resume makes them anew.
     """
 
     def __init__(
         self, prepared: Prepared, metrics: Metrics, writer: CheckpointWriter, callbacks: Callbacks
     ) -> None:
         self._run, self._metrics, self._writer = prepared, metrics, writer
-        self._callbacks, self._save_asked = callbacks, False
+        self._callbacks, self._save_asked = callbacks, bool(prepared.rounds.get("save_asked"))
+        self._caught: Sequence[int] = ()
         self._table, self._decisions = prepared.table, prepared.decisions
         self._engine, self._folder, self._reporter = prepared.engine, self._table.folder, self._table.reporter
         self._began = time.monotonic() - prepared.seconds
@@ -99,13 +77,17 @@ class TrainingLoop:
 
     def train(self, caught: Sequence[int]) -> None:
         """Iterates until no task runs or a signal was caught, then writes a durable checkpoint."""
+        self._caught = caught
         self._write_summary("running")
         try:
             self._begin(self._table.admitted())
+            for tasks in self._table.members().values():
+                self._after_step([task for task in tasks if task.progress.evaluation_due])
             self._rounds.regroup(self._table.members(), self._run.iteration)
+            if self._run.rounds:
+                self._rounds.go_on(self._run.rounds)
             self._plan_activations()
-            self._decide(self._run.iteration, stopping=False)
-            self._iterate(caught)
+            self._iterate()
             self._checkpoint()
         except (MemoryError, RuntimeError, OSError, FloatingPointError) as error:
             # a stage that is a thread of this process; other processes report their own faults
@@ -161,8 +143,9 @@ class TrainingLoop:
         """Writes the final files of a run, or of a part of it that a signal ended; returns the result."""
         tasks = self._table.tasks
         status: Status = "failed" if self._failed() else "finished"
-        if self._table.alive():
-            status = "interrupted" if self._table.running() else "paused"
+        left = caught is not None and self._decisions.due(self._run.iteration) is not None
+        if self._table.alive() or left:
+            status = "interrupted" if self._table.running() or left else "paused"
         self._decisions.show(now=True)
         result = self._write_summary(status, caught)
         names = [task.name for task in tasks]
@@ -191,22 +174,26 @@ class TrainingLoop:
         self._folder.write_summary(result.summary())
         return result
 
-    def _iterate(self, caught: Sequence[int]) -> None:
+    def _iterate(self) -> None:
         """Keeps one batch of each group under way until no task runs or a signal was caught."""
         rounds, under_way = self._rounds, dict[BatchFuture, Group]()
+        rounds.wanted = True  # first comes what is due at this boundary
         while True:
             rounds.wanted |= self._decisions.asked()
-            while (group := rounds.next(stopping=bool(caught))) is not None:
+            while not self._caught and (group := rounds.next()) is not None:
                 under_way[self._start(group)] = group
             if under_way:
                 future = self._engine.first_done(list(under_way))
                 self._finish(under_way.pop(future), future)
                 self._metrics.check_place()
                 self._writer.check()
-            elif not self._go_on(rounds.boundary(), stopping=bool(caught)):
+            elif self._caught:
+                self._settle(self._table.admitted())
+                return
+            elif not self._go_on(rounds.boundary()):
                 return
 
-    def _go_on(self, iteration: int, *, stopping: bool) -> bool:
+    def _go_on(self, iteration: int) -> bool:
         """Does what is due at an iteration boundary and returns whether the run goes on."""
         self._metrics.check_place()
         save = self._rounds.save_due(iteration) or self._decisions.trial_ended() or self._save_asked
@@ -214,13 +201,13 @@ class TrainingLoop:
         self._settle(self._table.admitted())
         if save:
             self._tell_saved(iteration)
-        iteration = self._decide(iteration, stopping=stopping)
-        going_on = bool(self._table.members()) and not stopping
+        iteration = self._decide(iteration)
+        self._rounds.settled(iteration)
+        going_on = bool(self._table.members())
         if going_on:
             self._plan_activations()
-        if save and going_on:  # `train` writes one at the end
+        if save and going_on and not self._caught:  # `train` writes one at the end
             self._checkpoint()
-        self._rounds.settled(iteration)
         return going_on
 
     def _tell_saved(self, iteration: int) -> None:
@@ -230,17 +217,16 @@ class TrainingLoop:
         if len(self._without_failed(running)) < len(running):
             self._rounds.regroup(self._table.members(), iteration)
 
-    def _decide(self, iteration: int, *, stopping: bool) -> int:
+    def _decide(self, iteration: int) -> int:
         """Makes the decisions that are due at a boundary and returns the iteration after them.
 
         Decides again if an admitted task is refused or stopped by its first evaluation: others may take its
-        room. If the run is `stopping`, new tasks begin after a resume.
+        room.
         """
-        while (due := self._decisions.due(iteration)) is not None:
+        while not self._caught and (due := self._decisions.due(iteration)) is not None:
             new = self._decisions.decide(due, at_once=due > iteration)
             self._run.iteration = iteration = due
-            if not stopping:
-                self._begin(new)
+            self._begin(new)
             self._rounds.regroup(self._table.members(), iteration)
             self._rounds.waiting = self._decisions.minds_ends()
             self._write_summary("running")
@@ -262,20 +248,27 @@ class TrainingLoop:
         stepped = self._without_failed(
             [task for task in group.batched if self._take(task, results[task.name])]
         )
-        due = {t.name for t in stepped if self._callbacks.evaluates(t, due=self._evaluation_due(t))}
-        self._settle([task for task in stepped if task.name in due or self._ends(task)])
-        self._evaluate([t for t in stepped if t.name in due and t.progress.state == "running"])
-        for task in self._without_failed(stepped):
+        for task in stepped:
+            task.progress.evaluation_due = self._callbacks.evaluates(task, due=self._evaluation_due(task))
+        self._settle([task for task in stepped if task.progress.evaluation_due or self._ends(task)])
+        self._after_step(stepped)
+        self._without_failed(group.batched)
+        self._rounds.ended(group)
+        self._run.iteration = max(self._run.iteration, group.iteration)
+        self._decisions.show()
+
+    def _after_step(self, tasks: Sequence[Task]) -> None:
+        """Evaluates tasks that have made a step, where that is due, and ends those that are done."""
+        self._evaluate([t for t in tasks if t.progress.evaluation_due and t.progress.state == "running"])
+        for task in self._without_failed(tasks):
+            if task.progress.evaluation_due:  # a signal came
+                continue
             if task.progress.step >= task.total_steps:
                 self._end(task, "finished", "")
             elif who := self._callbacks.stopped_by(task):
                 self._end(task, "finished", f"stopped by {who}")
             elif self._callbacks.saves(task):
                 self._save_asked = self._rounds.wanted = True
-        self._without_failed(group.batched)
-        self._rounds.ended(group)
-        self._run.iteration = max(self._run.iteration, group.iteration)
-        self._decisions.show()
 
     def _ends(self, task: Task) -> bool:
         """Whether a task that has made a step ends with it."""
@@ -382,31 +375,29 @@ class TrainingLoop:
         return task.eval_data is not None and (last or bool(steps and task.progress.step % steps == 0))
 
     def _evaluate(self, tasks: Sequence[Task]) -> None:
-        """Evaluates tasks. Exact match only at step 0, at the end, and where evaluations are compared."""
+        """Evaluates tasks, unless a signal comes meanwhile: then nothing changes."""
         tasks = [task for task in tasks if task.eval_data is not None]
         if not tasks:
             return
-        losses = evaluate_losses(self._engine, tasks, self._table.fits)
+        try:
+            losses = evaluate_losses(self._engine, tasks, self._table.fits, self._check)
+            answers = self._answers([t for t in tasks if losses[t.name].finite and losses[t.name].units])
+        except Interrupted:
+            return
         for task in tasks:
+            task.progress.evaluation_due = False
             if not losses[task.name].finite:
                 self._stop(task, f"eval_loss after step {task.progress.step}", losses[task.name].fault)
             elif not losses[task.name].units:
                 self._stop(task, "", "the objective's units of the evaluation data sum to 0")
         tasks = [task for task in tasks if task.progress.state == "running"]
-        asked = [
-            task
-            for task in tasks
-            if task.config.eval_exact_match
-            and (task.progress.step in (0, task.total_steps) or task.config.best_rule is not None)
-        ]
-        answers: Mapping[str, Answers] = {}
-        if asked:
-            answers = answer_prompts(self._engine, asked, self._run.base, self._table.fits)
+        if answers:
             append_samples(
                 self._folder.samples,
                 (
-                    {"adapter": task.name, "step": task.progress.step, "samples": answers[task.name].samples}
-                    for task in asked
+                    {"adapter": name, "step": task.progress.step, "samples": answers[name].samples}
+                    for task in tasks
+                    if (name := task.name) in answers
                 ),
             )
         for task in tasks:
@@ -431,6 +422,23 @@ class TrainingLoop:
         tasks = [task for task in tasks if task.progress.state == "running"]
         for task in tasks:
             self._stop_early(task)
+
+    def _check(self) -> None:
+        """Raises Interrupted if a signal was caught."""
+        if self._caught:
+            raise Interrupted
+
+    def _answers(self, tasks: Sequence[Task]) -> Mapping[str, Answers]:
+        """Answers prompts of tasks only at step 0, at the end, and where evaluations are compared."""
+        asked = [
+            task
+            for task in tasks
+            if task.config.eval_exact_match
+            and (task.progress.step in (0, task.total_steps) or task.config.best_rule is not None)
+        ]
+        if not asked:
+            return {}
+        return answer_prompts(self._engine, asked, self._run.base, self._table.fits, self._check)
 
     def _asked(self, task: Task) -> Iterator[tuple[str, str]]:
         """Yields the metrics that each evaluation of a task must have, after the keys that ask for them."""
@@ -518,6 +526,7 @@ class TrainingLoop:
             "sweep_inputs": dict(self._run.sweep_inputs),
             "total_steps": {task.name: task.total_steps for task in self._table.tasks},
             "tasks": {task.name: asdict(task.progress) for task in self._table.tasks},
+            "rounds": {**self._rounds.state(), "save_asked": self._save_asked},
         }
         states = ((task.name, self._engine.state_dict(task.name)) for task in self._table.admitted())
         self._states.name(self._run.iteration, files_named(payload))

@@ -65,6 +65,7 @@ class Prepared:
         placed: where the bytes of the base model are, for each stage; empty = not measured.
         sweep_inputs: what `inputs_of_sweep` returned.
         data: the digests of tasks' data in the checkpoint that the run goes on from.
+        rounds: how far the groups of that checkpoint had come, and whether a callback asked for another one.
     """
 
     config: RunConfig
@@ -78,6 +79,7 @@ class Prepared:
     placed: Sequence[BaseBytes] = ()
     sweep_inputs: Mapping[str, list[str]] = field(default_factory=dict)
     data: Mapping[str, list[str]] = field(default_factory=dict)
+    rounds: Mapping[str, Any] = field(default_factory=dict)
 
 
 def prepare(
@@ -150,8 +152,8 @@ def prepare(
             raise RunError(_NOTHING)
         unless_prepared.pop_all()
     iteration, seconds = (checkpoint["iteration"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
-    data = checkpoint["data"] if checkpoint else {}
-    facts = (iteration, seconds, loaded, placed, sweep_inputs, data)
+    data, rounds = (checkpoint["data"], checkpoint.get("rounds", {})) if checkpoint else ({}, {})
+    facts = (iteration, seconds, loaded, placed, sweep_inputs, data, rounds)
     return Prepared(config, base, engine, table, decisions, *facts)
 
 

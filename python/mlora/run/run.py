@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlora.cluster.signals import ending_signals
 from mlora.config.config_file import load_config
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
@@ -21,7 +22,7 @@ from mlora.run.callbacks import Callbacks
 from mlora.run.decisions import journaled
 from mlora.run.environment import note_start
 from mlora.run.longer import continue_longer, raised_in
-from mlora.run.loop import TrainingLoop, catch_signals
+from mlora.run.loop import TrainingLoop
 from mlora.run.prepare import Prepared, prepare
 from mlora.run.reporter import Reporter, some
 from mlora.run.reporters import Reporters
@@ -316,7 +317,7 @@ def _run(
         groups = prepared.table.admission.count
         reporter.note(f"{times}{engine.stages} stages with {blocks} blocks; groups of adapters: {groups}")
     try:
-        with catch_signals() as caught, writer:
+        with ending_signals() as caught, writer:
             loop.train(caught)
             if trace:
                 reporter.note(f"trace: {TraceFiles(*engine.trace(), engine.replicas).write(folder.path)}")

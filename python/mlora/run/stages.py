@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from mlora.cluster.device import choose_device, dtype_of, set_allocators
-from mlora.cluster.imports import is_importing
+from mlora.cluster.signals import end_at_once, set_handlers
 from mlora.cluster.watchdog import Watch
 from mlora.cluster.worker import end_with_parent
 from mlora.cluster.world import PeerError, World
@@ -68,10 +67,6 @@ class Member:
     met: bool = False
 
 
-class ToldToEnd(SystemExit):
-    """A signal ends this process."""
-
-
 def check_replicas(config: RunConfig, member: Member | None) -> None:
     """Refuses replicas where no launcher has started processes for them."""
     if config.pipeline.replicas > 1 and member is None:
@@ -98,11 +93,11 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
         return
     end_with_parent(os.getppid())
     # Stage 0 alone ends a run on a signal; the other stages end when stage 0 does. Until the processes have
-    # agreed on the config, SIGTERM ends each of them: a launcher sends it when a process has died that the
-    # others do not see yet.
+    # agreed on the config, signals but SIGINT end each of them: a launcher sends SIGTERM when a process has
+    # died that the others do not see yet.
     if world.rank:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end)
+    set_handlers(end_at_once)
     member = Member(world)
     with Watch(
         world, lambda: ", ".join(member.in_flight()), lambda _: member.put_right(), lambda: member.work()
@@ -115,7 +110,7 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
                 raise RunError(str(error)) from error
             _check_size(world.size, config)
             if world.rank:
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                set_handlers(signal.SIG_IGN)
             yield member
             if world.rank == 0 and not member.met:
                 usual_lengths_of(member, None)  # nothing to do; the others wait for this call
@@ -135,13 +130,7 @@ def membership(config: RunConfig) -> Iterator[Member | None]:
 
 def _tell_in_peace() -> None:
     """Ignores SIGTERM while an error is reported: a launcher sends it as soon as another process ends."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    if is_importing(frame):
-        os._exit(128 + number)
-    raise ToldToEnd(128 + number)
+    set_handlers(signal.SIG_IGN)
 
 
 def _check_size(size: int, config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mlora.config.run_config import RunConfig
 from mlora.pipeline.order import held_at_once
@@ -24,12 +25,14 @@ class Group:
         tasks: all of them, including those that have ended.
         iteration: batches that have passed the pipeline.
         batched: the tasks of the batch that has passed last, or is under way.
+        saves: whether the last batch before a resume made a step that asks for a checkpoint.
     """
 
     place: int
     tasks: Sequence[Task]
     iteration: int
     batched: Sequence[Task] = ()
+    saves: bool = False
 
     def running(self) -> list[Task]:
         """Returns the tasks that still train."""
@@ -76,11 +79,12 @@ def slot_count(config: RunConfig) -> int:
 class Rounds:
     """Which group starts next, and at which iterations all groups stop: the boundaries.
 
-    At a boundary a checkpoint is written, or tasks come and go. A checkpoint holds all groups after the same
-    number of iterations, so no group starts beyond a boundary that is due. Checkpoints are known in advance,
-    because they depend on steps, not on results. So are the last steps of tasks, which are boundaries if
-    their end calls for a decision. If a task ends earlier, other groups may be ahead: then all groups stop as
-    soon as they have made equally many iterations.
+    At a boundary a checkpoint is written, or tasks come and go. So no group starts beyond a boundary that is
+    due. Checkpoints are known in advance, because they depend on steps, not on results. So are the last steps
+    of tasks, which are boundaries if their end calls for a decision. If a task ends earlier, other groups may
+    be ahead: then all groups stop as soon as they have made equally many iterations.
+
+    A signal waits for no boundary: the checkpoint holds how far each group has come, see `state`.
 
     Args:
         members: the tasks of each group, by the group's index.
@@ -109,12 +113,41 @@ class Rounds:
         self._most = self._settled = iteration
         self.wanted = False
 
-    def next(self, *, stopping: bool) -> Group | None:
-        """Returns the group that starts now, or None. `stopping` asks for a boundary as soon as possible."""
+    def state(self) -> dict[str, Any]:
+        """Returns what `go_on` needs, as plain values; no batch is under way."""
+        return {
+            "settled": self._settled,
+            "groups": {
+                group.place: {
+                    "iteration": group.iteration,
+                    "tasks": [task.name for task in group.tasks],
+                    "saves": group.saves or any(_saves(task, 0) for task in group.batched),
+                }
+                for group in self.groups
+            },
+        }
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Gives the groups of a resumed run their iterations, if `state` has the same tasks in each group."""
+        found = state["groups"]
+        if any(
+            group.place not in found or task.name not in found[group.place]["tasks"]
+            for group in self.groups
+            for task in group.tasks
+        ):
+            return
+        here = {group.place: group for group in self.groups}
+        self.groups = [here.get(place) or Group(place, (), 0) for place in sorted(found)]
+        for group in self.groups:
+            group.iteration, group.saves = found[group.place]["iteration"], found[group.place]["saves"]
+        self._settled = state["settled"]
+
+    def next(self) -> Group | None:
+        """Returns the group that starts now, or None."""
         if not self._waiting:
             return None
         group = self._furthest_behind()
-        if (stopping or self.wanted) and group.iteration >= self._most:
+        if self.wanted and group.iteration >= self._most:
             return None
         if group.iteration > self._settled and self._due(group.iteration):
             return None
@@ -126,6 +159,7 @@ class Rounds:
     def ended(self, group: Group) -> None:
         """Notes that a group's batch has passed and its tasks have taken their results."""
         group.iteration += 1
+        group.saves = False
         self._under_way -= 1
         self.wanted |= self.waiting and any(map(_ended_early, group.batched))
         if group.running():
@@ -151,8 +185,9 @@ class Rounds:
 
     def save_due(self, iteration: int) -> bool:
         """Whether a task's last batch up to an iteration makes a step that asks for a checkpoint."""
-        return iteration > self._settled and any(
-            _saves(task, ahead) for task, ahead in self._ahead(iteration)
+        return iteration > self._settled and (
+            any(_saves(task, ahead) for task, ahead in self._ahead(iteration))
+            or any(group.saves for group in self.groups if group.iteration == iteration)
         )
 
     def _ahead(self, iteration: int) -> Iterator[tuple[Task, int]]:

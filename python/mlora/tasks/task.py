@@ -70,6 +70,7 @@ class Progress:
         best_step: the step after which it was measured.
         worse: evaluations in a row that did not improve on it.
         no_gradient: the latest steps in a row with a loss but a gradient of exactly 0.
+        evaluation_due: a signal came before the evaluation that is due after its last step.
         callbacks: what its callbacks go on with, see `mlora.run.callbacks`; empty if it has none.
         saved: the CRC-32 of each file of the result that it ended with, by name, but for its card.
     """
@@ -92,6 +93,7 @@ class Progress:
     best_step: int | None = None
     worse: int = 0
     no_gradient: int = 0
+    evaluation_due: bool = False
     callbacks: dict[str, Any] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
 

@@ -44,10 +44,11 @@ def test_one_that_is_stopped_and_killed(child: "subprocess.Popen[bytes]") -> Non
     child.send_signal(signal.SIGSTOP)
     assert until(process.is_stopped)
     assert not process.is_gone()
-    replace(process, start=process.start + 1).kill()
-    assert not process.is_gone(), "only the process that was meant is killed"
-    process.kill()
+    replace(process, start=process.start + 1).kill(os.getpid())
+    process.kill(parent=1)
+    assert not process.is_gone(), "only the process that was meant is killed, and only a child of that parent"
+    process.kill(os.getpid())
     assert until(process.is_gone), "it has ended, though nobody has collected it"
     assert child.wait() == -signal.SIGKILL
     assert process.is_gone()
-    process.kill()
+    process.kill(os.getpid())

@@ -65,7 +65,7 @@ def test_fact_that_only_one_has_is_a_difference() -> None:
 def test_missing_stage_is_named_once(rank: int) -> None:
     """By the first of those that have come."""
     store = HashStore()
-    store.set(f"facts/{2 - rank}", "{}")
+    World(2 - rank, 3, 2 - rank, store, Process.this()).publish(f"facts/{2 - rank}", "{}")
     with pytest.raises((ValueError, PeerError), match=r"^stage 1 has not come up within 0.05 s$") as caught:
         World(rank, 3, rank, store, Process.this()).agree({}, 0.05)
     assert caught.type is (PeerError if rank else ValueError)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mlora.cluster.processes import Process
 from mlora.cluster.world import PeerError, World
-from mlora.pipeline.wire import Wire, connect
+from mlora.pipeline.wire import Wire, _token, connect
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 
@@ -109,14 +109,17 @@ class Meeting:
 def test_strangers_are_sent_away() -> None:
     store = PrefixStore("run", TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False))
     meeting = Meeting(store)
-    host, port, secret = world(0, store).gather("wires", ["127.0.0.1", 1, "0" * 32])[1]
+    host, port = world(0, store).gather("wires", ["127.0.0.1", 1])[1]
     assert host == "127.0.0.1"
-    strangers = [socket.create_connection((host, port)) for _ in range(3)]
-    strangers[0].sendall(b"0" * 32 + bytes(8))  # not the secret
+    strangers = [socket.create_connection((host, port)) for _ in range(4)]
+    strangers[0].sendall(b"0" * 32 + bytes(8))  # not the token
     strangers[1].close()
-    strangers[2].sendall(secret.encode() + b"\x07" + bytes(7))  # nobody who is awaited
+    token = _token(world(0, store), 7, port)
+    strangers[2].sendall(token + b"\x07" + bytes(7))  # nobody who is awaited; the last one says nothing
     with socket.create_connection((host, port)) as source:
-        source.sendall(secret.encode() + bytes(8) + b"x")
+        hello = _token(world(0, store), 0, port) + bytes(8)
+        source.sendall(hello[:9])
+        source.sendall(hello[9:] + b"x")
         meeting.thread.join(20)
         wire = meeting.found[0, 1]
         assert bytes(received(wire, 1).tolist()) == b"x"
@@ -133,7 +136,7 @@ def test_process_that_does_not_come_is_named(comes: bool) -> None:
     store = HashStore()
     meeting = Meeting(store)
     if comes:
-        world(0, store).gather("wires", ["", 1, ""])
+        world(0, store).gather("wires", ["", 1])
     meeting.thread.join(20)
     how = "connected in time" if comes else "come up within 2 s"
     assert str(meeting.error) == f"stage 0 has not {how}"
@@ -143,7 +146,7 @@ def test_process_that_cannot_be_reached_is_named() -> None:
     store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    meeting = threading.Thread(target=world(1, store).gather, args=("wires", ["127.0.0.1", port, ""]))
+    meeting = threading.Thread(target=world(1, store).gather, args=("wires", ["127.0.0.1", port]))
     meeting.start()
     with pytest.raises(PeerError, match=f"stage 1 cannot be reached at 127.0.0.1:{port}: Connection refused"):
         connect(world(0, store), [(0, 1)], 2.0)

@@ -42,7 +42,7 @@ def checkpoints(
     under_way: list[Group] = []
     found, turn = [], 0
     while True:
-        while (group := rounds.next(stopping=False)) is not None:
+        while (group := rounds.next()) is not None:
             group.batched = group.running()
             under_way.append(group)
         if under_way:
@@ -82,12 +82,12 @@ def test_a_task_that_has_ended_in_a_group_that_goes_on_asks_no_more(every: int) 
 def test_steps_that_will_not_be_made_ask_for_nothing() -> None:
     """While the first group lags behind, nobody waits for the save of a step beyond its last one."""
     rounds = rounds_of([task("short", 3, 4), task("long", 9, None)], [0, 1])
-    first, second = rounds.next(stopping=False), rounds.next(stopping=False)
+    first, second = rounds.next(), rounds.next()
     assert first is not None
     assert second is not None
     for _ in range(6):
         passed(rounds, second)
-        assert rounds.next(stopping=False) is second
+        assert rounds.next() is second
 
 
 def test_ended_tasks_of_a_resumed_run_have_no_plan() -> None:
@@ -96,7 +96,7 @@ def test_ended_tasks_of_a_resumed_run_have_no_plan() -> None:
     ended.plan.ends_step = None
     running.progress.step = running.progress.batches = 5
     rounds = Rounds({0: [ended, running]}, 5)
-    group = rounds.next(stopping=False)
+    group = rounds.next()
     assert group is not None
     group.batched = group.running()
     passed(rounds, group)
