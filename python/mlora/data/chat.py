@@ -89,15 +89,15 @@ def _of_trl(tokenizer: PreTrainedTokenizerBase) -> str | None:
 def messages_of_key(fields: dict[str, Any], key: str) -> list[Message]:
     """Returns a field that holds a list of messages ``{"role": ..., "content": ...}``.
 
-    A message with ``tool_calls`` needs no content. Other keys of a message are for the template, unless they
-    are null.
+    A message with ``tool_calls`` needs no content; templates tell null from none at all. Other keys of a
+    message are for the template, unless they are null.
     """
     messages = []
     for index, message in enumerate(objects_of_key(fields, key)):
         where = f"{key}[{index}]"
         _check_choice(text_of_key(message, "role", f"{where}.role"), ROLES, f"{where}.role")
-        own = {name: value for name, value in message.items() if value is not None}
-        if "content" in own or not own.get("tool_calls"):
+        own = {name: value for name, value in message.items() if value is not None or name == "content"}
+        if own.get("content") is not None or not own.get("tool_calls"):
             own["content"] = _content(message, "content", where)
         messages.append(own)
     return messages

@@ -171,7 +171,7 @@ def _digest_of(folder: Path) -> str:
             found.update(f"{name} ".encode() + path.read_bytes())
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
-        return f"missing: there is no *.safetensors in {folder}"
+        return "missing: there is no *.safetensors"
     sizes = {path: path.stat().st_size for path in files}
     for path, size in sizes.items():
         found.update(f"{path.name} {size} ".encode())

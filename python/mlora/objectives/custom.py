@@ -42,7 +42,7 @@ class FailuresOfLoss:
             self._name, self._place, self._own = objective.name, objective.place, True
 
     def __enter__(self) -> None:
-        self._settings, self._random = TorchSettings(), ExitStack()
+        self._settings, self._random = TorchSettings() if self._own else None, ExitStack()
         if self._own and self._rows is not None and not isinstance(self._rows.log_p, FakeTensor):
             log_p = self._rows.log_p.detach()
             self._random.enter_context(torch.random.fork_rng([log_p.device] if log_p.is_cuda else []))
@@ -50,7 +50,7 @@ class FailuresOfLoss:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._random.close()
-        changed = self._settings.put_back()
+        changed = self._settings.put_back() if self._settings else ""
         if error is None and changed:
             raise LossError(f"objective: {self._name} failed: {changed}{_where(None, self._place)}")
         if error is None or isinstance(error, LossError) or not is_own_failure(error):

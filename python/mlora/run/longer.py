@@ -75,5 +75,5 @@ def continue_longer(
                 check_tensors(file)
                 write_file(folder.states / file.name, file.read_bytes())
         reporter.note(f"{name}: goes on from step {task['step']} to step {steps}")
-        task["state"], task["message"] = "running", ""
+        task["state"], task["message"], task["saved"] = "running", "", {}
         checkpoint["decisions"]["admission"]["slots"].pop(name, None)

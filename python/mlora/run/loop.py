@@ -342,7 +342,10 @@ class TrainingLoop:
         Rounding does not give exactly 0 in several batches. Losses with a margin do, and are 0 themselves.
         """
         progress = task.progress
-        progress.no_gradient = progress.no_gradient + 1 if norm == 0 and progress.loss else 0
+        before, silent = progress.no_gradient, norm == 0 and bool(progress.loss)
+        progress.no_gradient = before + 1 if silent else 0
+        if before >= _NO_GRADIENT and not silent:  # it learns again
+            progress.message = ""
         if progress.no_gradient == _NO_GRADIENT and not progress.message:
             progress.message = (
                 f"its gradient is exactly 0 since step {progress.step - _NO_GRADIENT + 1}, so it no longer "

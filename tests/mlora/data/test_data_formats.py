@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 from mlora.config.config_file import resolve_config
 from mlora.config.sections import DatasetConfig
+from mlora.data.chat import messages_of_key
 from mlora.data.dataset import Dataset, Prompt, load_dataset
 from mlora.data.format_hint import _KEYS, format_hint
 from mlora.errors import RunError
@@ -138,6 +139,12 @@ def test_parts_of_text_read_as_a_template_writes_them(load, tokenizer) -> None:
     assert first == second
     turns = [{"from": "human", "value": parts}]
     assert load("sharegpt", {"conversations": turns}).samples[0] == plain
+
+
+def test_null_content_beside_tool_calls_stays_null() -> None:
+    """Templates such as DeepSeek's ask whether content is none; Transformers passes null on."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert messages_of_key({"messages": [call | {"name": None}]}, "messages") == [call]
 
 
 def test_alpaca_trains_the_output_after_stanfords_prompt(load, tokenizer) -> None:
