@@ -73,14 +73,15 @@ def complete(
         Each request's new tokens: up to and with the first of `ends`, or ``max_new_tokens`` of them.
     """
     results: list[tuple[int, ...]] = [()] * len(requests)
-    options = dict(draw or {}) | ({} if check is None else {"stopping_criteria": [_Checking(check)]})
+    stopping = None if check is None else [_Checking(check)]
     training, own = model.training, model.generation_config
     model.eval()
     model.generation_config = GenerationConfig()
     try:
         for batch in _batches(requests, rows):
             chosen = [requests[index] for index in batch]
-            for index, tokens in zip(batch, _generate(model, chosen, ends, options), strict=True):
+            answers = _generate(model, chosen, ends, draw or {}, stopping)
+            for index, tokens in zip(batch, answers, strict=True):
                 results[index] = tokens
     finally:
         model.train(training)
@@ -112,7 +113,11 @@ def _batches(requests: Sequence[GenerationRequest], rows: int) -> Iterator[list[
 
 
 def _generate(
-    model: Any, requests: Sequence[GenerationRequest], ends: Sequence[int], draw: Mapping[str, Any]
+    model: Any,
+    requests: Sequence[GenerationRequest],
+    ends: Sequence[int],
+    draw: Mapping[str, Any],
+    stopping: list[_Checking] | None,
 ) -> list[tuple[int, ...]]:
     device = next(model.parameters()).device
     ids = torch.tensor([request.input_ids for request in requests], device=device)
@@ -126,6 +131,7 @@ def _generate(
             pad_token_id=ends[0],
             **{"do_sample": False, **draw},
         ),
+        stopping_criteria=stopping,
     )
     new = output[:, ids.shape[1] :].tolist()
     rows = (row[: request.max_new_tokens] for row, request in zip(new, requests, strict=True))
