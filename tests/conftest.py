@@ -31,6 +31,7 @@ WATCHED = ("ATEN_", "CUDA_", "MASTER_", "MKL_", "MLORA_", "OMP_", "ONEDNN_", "TR
 """How the names of variables begin that tests may set; libraries set others for themselves."""
 CHILD = Path(__file__).resolve().parent / "child"
 """Its `sitecustomize` has processes compute as this one does with `--cpu-isa`."""
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 AT_START = set(os.environ) - {"PYTEST_CURRENT_TEST"}
 
 
@@ -107,7 +108,7 @@ def shared_state() -> dict[str, object]:
             if (key in AT_START or key.startswith(WATCHED)) and key not in RUN_SETS
         },
         "working folder": os.getcwd(),
-        "handlers of signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "handlers of signals": [signal.getsignal(number) for number in SIGNALS],
     }
 
 

@@ -62,7 +62,7 @@ class Decisions:
         return {
             **self._values(self._table.admission),
             "memory": self._memory.state() if self._memory else None,
-            "due": self._asked or self._stale(),
+            "due": self._asked or self._stale() or self.unsettled(),
             "slots": slot_count(self._config),
             "kept": {task.name: state_file(task) for task in self._table.aside()},
             "longer": {task.name: longer_files(task) for task in self._table.extendable()},

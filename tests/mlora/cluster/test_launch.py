@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 from mlora.cluster.launch import launch
+from mlora.cluster.signals import OTHERS
 
 from tests.mlora.stage_runs import ENVIRONMENT
 from tests.mlora.stages import Program, is_alive, program, state_of, until
 
+NIGHTLY = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 LAUNCHER = """
 import sys
 from mlora.cluster import launch
@@ -56,14 +58,15 @@ sys.exit(130 if caught else 0)
 """
 ORDERLY = """
 caught = []
-signal.signal(signal.SIGINT, signal.SIG_IGN if rank else lambda *_: caught.append(1))
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN if rank else lambda number, _: caught.append(number))
 (folder / f"{rank}.ready").touch()
 while not (caught or (folder / "checkpoint").exists()):
     time.sleep(0.02)
 if not rank:
     time.sleep(0.5)
     (folder / "checkpoint").touch()
-sys.exit(130 if caught else 0)
+sys.exit(128 + caught[0] if caught else 0)
 """
 HANGS = """
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -151,6 +154,20 @@ def test_killed_stage_is_told_once_and_ends_all(tmp_path: Path) -> None:
     assert error.startswith("error: stage 1 (")
     assert error.endswith(f", pid {pid}) was killed or ended; adapters in flight: a\n")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, *(pytest.param(n, marks=pytest.mark.nightly) for n in NIGHTLY)]
+)
+def test_signals_that_end_a_run_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+    """The second warning does not kill: a closed terminal is told twice."""
+    with launched(tmp_path, ORDERLY) as process:
+        assert are_ready(tmp_path), process.end(1)
+        process.signal(number)
+        if number in OTHERS:
+            process.signal(number)
+        assert process.end() == (128 + number, "", "")
+    assert (tmp_path / "checkpoint").exists()
 
 
 def test_killed_launcher_takes_all_with_it(tmp_path: Path) -> None:

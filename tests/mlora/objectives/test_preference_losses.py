@@ -85,7 +85,10 @@ def test_dpo(loss_type: str, beta: float) -> None:
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )
 def test_a_token_that_no_other_precedes_is_not_counted(spec: dict[str, Any], expected: float) -> None:
-    """Without a prompt and a start token, a completion's first token has no log-probability."""
+    """Without a prompt and a start token, a completion's first token has no log-probability.
+
+    By hand; TRL's ``DPOTrainer`` counts it for ipo, its ``CPOTrainer`` and ``ORPOTrainer`` do not.
+    """
     pair = Pair(Sample((5, 6, 7), (5, 6, 7)), Sample((8, 9), (8, 9)))
     (sample,) = joined("a", [pair], objective_of(spec))
     lengths = [sequence.trained_tokens for sequence in sample.sequences]

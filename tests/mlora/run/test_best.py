@@ -18,7 +18,7 @@ from mlora.config.adapter_config import AdapterConfig
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.files.checkpoint import list_checkpoints
-from mlora.run.reporter import PlainLines
+from mlora.run.reporter import PlainLines, Reporter
 from mlora.run.run import resume, train
 from mlora.run.task_states import compare
 from mlora.tasks.task import Progress
@@ -432,7 +432,13 @@ def test_evaluations_compare_as_in_transformers() -> None:
 
 def test_what_is_shown_of_the_best(tiny_base: Path, tmp_path: Path, capsys: Any) -> None:
     data = worsening(tiny_base, tmp_path)
-    train(resolve_config(data, folder=tmp_path), reporter=Interrupting(12))
+
+    class AfterAnEvaluation(Reporter):
+        def evaluation(self, task: Any, record: dict[str, Any]) -> None:
+            if record["step"] == 6:
+                signal.raise_signal(signal.SIGINT)
+
+    train(resolve_config(data, folder=tmp_path), reporter=AfterAnEvaluation())
     run = tmp_path / "run"
     titles, first, _ = read_status(run).table()
     shown = dict(zip(titles, first, strict=True))

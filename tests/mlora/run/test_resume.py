@@ -132,7 +132,7 @@ def test_an_adapter_that_ended_with_a_checkpoint_asks_for_no_more(tiny_base: Pat
     train(resolve_config(data | {"output_dir": "whole"}, folder=tmp_path))
     names = [path.name for path in list_checkpoints(tmp_path / "whole" / "checkpoints")]
     assert names == ["step-00000006.pt", "step-00000009.pt"]  # at the end there is one, for tasks that come
-    result = train(resolve_config(data, folder=tmp_path), reporter=Interrupting(7))
+    result = train(resolve_config(data, folder=tmp_path), reporter=Interrupting(9))
     assert result.adapters["first"].state == "finished"
     assert resume(tmp_path / "run").exit_code == 0
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
@@ -142,7 +142,7 @@ def test_an_adapter_that_ended_with_a_checkpoint_asks_for_no_more(tiny_base: Pat
 def test_an_ended_adapter_that_is_lost_is_told_of(tiny_base: Path, tmp_path: Path) -> None:
     data = run_data(tiny_base, tmp_path)
     data["adapters"][0]["max_steps"] = 1
-    train(resolve_config(data, folder=tmp_path), reporter=Interrupting(3))
+    train(resolve_config(data, folder=tmp_path), reporter=Interrupting(5))
     shutil.rmtree(tmp_path / "run" / "adapters" / "first")
     before = weights(tmp_path / "run")
     with pytest.raises(RunError, match=r"^first: has ended, but .*adapters/first is gone, .*; put it back"):
@@ -246,7 +246,7 @@ def test_a_moved_run_resumes_where_it_is(whole: dict[str, Any], tmp_path: Path) 
 
 
 def test_an_unreadable_checkpoint_gives_way_to_the_one_before(whole: dict[str, Any], tmp_path: Path) -> None:
-    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(8))
+    train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(9))
     newest = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
     said = Collector()

@@ -368,8 +368,8 @@ def test_an_admitted_task_that_cannot_begin_makes_room(
     """Its first evaluation is no number, and it is the only one that is admitted."""
     data["scheduler"]["memory_limit"] = limit_for(1)
 
-    def losses(engine: Engine, tasks: list[Task], fits: Fits) -> dict[str, BatchResult]:
-        found = evaluate_losses(engine, tasks, fits)
+    def losses(engine: Engine, tasks: list[Task], fits: Fits, *more: Any) -> dict[str, BatchResult]:
+        found = evaluate_losses(engine, tasks, fits, *more)
         return {
             name: replace(one, loss_sum=math.nan) if name == "high" else one for name, one in found.items()
         }

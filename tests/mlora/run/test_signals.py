@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -13,23 +14,35 @@ from mlora.engine.batcher import Batcher
 from mlora.engine.engine import Engine
 from mlora.files import checkpoint_writer
 from mlora.model import generation
-from mlora.run import evaluation, loop
 from mlora.run.run import resume, train
-from tiny_run import lines, run_data, weights, write_jsonl
+from tiny_run import lines, run_data, weights, write_jsonl, write_run
 
-from tests.mlora.stage_runs import by_adapter
+from tests.mlora.stage_runs import by_adapter, commands
 
 SIGNALS = [*URGENT, *OTHERS]
-PHASES: dict[str, tuple[Any, str, int]] = {
-    "first evaluation": (evaluation, "_parts", 1),
-    "training": (loop.TrainingLoop, "_step", 5),
-    "evaluation": (evaluation, "_parts", 8),
-    "answers": (evaluation, "_rows_that_fit", 2),
-    "checkpoint": (checkpoint_writer, "save_checkpoint", 2),
-    "end": (loop, "plot_losses", 1),
+PHASES = {
+    "first evaluation": ("mlora.run.evaluation", "_parts", 1),
+    "training": ("mlora.run.loop:TrainingLoop", "_step", 5),
+    "evaluation": ("mlora.run.evaluation", "_parts", 8),
+    "answers": ("mlora.run.evaluation", "_rows_that_fit", 2),
+    "checkpoint": ("mlora.files.checkpoint_writer", "save_checkpoint", 2),
+    "end": ("mlora.run.loop", "plot_losses", 1),
 }
-"""Where the signal comes in each phase: a function, and its call of what number."""
-PATIENCE = 240.0  # seconds; a busy machine takes a minute to start three processes
+"""Where the signal comes in each phase: what holds a function, its name, and its call of what number."""
+START = {"start": ("mlora.run.run", "prepare", 1)}
+SENDS = """
+from pkgutil import resolve_name
+owner, left = resolve_name({0!r}), {2}
+plain = getattr(owner, {1!r})
+def call(*arguments, **options):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), {3})
+    return plain(*arguments, **options)
+setattr(owner, {1!r}, call)
+"""
+PATIENCE = 240.0  # seconds; a busy machine takes a minute to start two processes
 
 
 def data_of(base: Path, folder: Path, stages: int) -> dict[str, Any]:
@@ -91,8 +104,9 @@ def send(monkeypatch: pytest.MonkeyPatch, entered: list[int]) -> Iterator[Callab
     """Has a signal come in a phase; returns a list that then gets `entered` of that moment."""
 
     def plan(phase: str, number: int) -> list[int]:
-        owner, name, left = PHASES[phase]
-        plain, at = getattr(owner, name), list[int]()
+        where, name, left = PHASES[phase]
+        owner, at = resolve_name(where), list[int]()
+        plain = getattr(owner, name)
 
         def call(*arguments: Any, **options: Any) -> Any:
             nonlocal left
@@ -193,4 +207,38 @@ def test_a_second_warning_does_not_hurry_the_checkpoint(
     assert run_of(data, tmp_path / "run").exit_code == 128 + signal.SIGUSR1
     monkeypatch.setattr(checkpoint_writer, "save_checkpoint", plain)
     assert resume(tmp_path / "run").exit_code == 0
+    assert weights(tmp_path / "run") == weights(folder / "whole")
+
+
+def cases() -> Iterator[Any]:
+    """Each signal in each phase; two of them before each change, the rest at night."""
+    for phase in START | PHASES:
+        for number in SIGNALS:
+            usual = (phase, number) in (("start", signal.SIGUSR1), ("evaluation", signal.SIGHUP))
+            yield pytest.param(phase, number, marks=() if usual else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("phase", "number"), list(cases()))
+def test_a_signal_ends_the_command(whole: Any, tmp_path: Path, phase: str, number: signal.Signals) -> None:
+    """`mlora train` in processes of its own; stage 0 gets the signal, as the launcher passes it on."""
+    stages, data, folder = whole
+    where = data | {"output_dir": str(tmp_path / "run")}
+    for dataset in where["datasets"]:
+        dataset["path"] = str(folder / Path(dataset["path"]).name)
+    path = write_run(tmp_path, where)
+    before = SENDS.format(*(START | PHASES)[phase], int(number))
+    with commands(["train", path], stages, {0: before}) as running:
+        codes, outputs, errors = running.end(PATIENCE)
+    if phase == "start":
+        dies = -number if stages == 1 and number != signal.SIGINT else 128 + number
+        assert codes == [dies, 1][:stages]
+        assert errors[0] == ("error: interrupted\n" if number == signal.SIGINT else "")
+        assert not (tmp_path / "run" / "config.yaml").exists()
+        return
+    assert codes == [0 if phase == "end" else 128 + number, 0][:stages], errors
+    assert errors == [""] * stages
+    if phase != "end":
+        assert outputs[0].endswith(f"interrupted; continue with: mlora resume {tmp_path / 'run'}\n")
+        assert resume(tmp_path / "run").exit_code == 0
+    assert by_adapter(tmp_path / "run") == by_adapter(folder / "whole")
     assert weights(tmp_path / "run") == weights(folder / "whole")
