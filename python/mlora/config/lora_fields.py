@@ -277,21 +277,14 @@ def _settings(values: dict[str, Any]) -> dict[str, Any]:
 def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     """Returns warnings about entries that match no layer, and one if a rank exceeds what a layer can use.
     PEFT accepts them, but they are probably mistakes."""
-    from peft.utils.other import get_pattern_key
-
-    from mlora_ext.adapters.kind import one_by_one
-    from mlora_ext.nn.idle_targets import idle_targets
-    from mlora_ext.nn.parameters.targets import near_parameters
-    from mlora_ext.nn.targets import base_modules, linear_names, low_rank, target_layers
+    from mlora_ext.nn.idle_targets import idle_lines
+    from mlora_ext.nn.targets import low_rank, target_layers
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
     plain = copy.deepcopy(lora)  # without its task: a causal model has no head for it
     plain.task_type, plain.modules_to_save, plain.trainable_token_indices = None, None, None
     layers = target_layers(model, name, plain)
-    lines = []
-    for entry in idle_targets(model, plain):
-        near = nearest(entry, linear_names(model), "linear layers")
-        lines.append(f"{name}: lora.target_modules: {entry!r} matches nothing in the model; {near}")
+    lines = [f"{name}: lora.{line}" for line in idle_lines(model, plain, layers)]
     whole = () if lora.target_modules == "all-linear" else lora.modules_to_save or ()
     lines += [
         f"{name}: lora.modules_to_save: {one!r} covers modules of target_modules; they are trained whole and "
@@ -299,21 +292,6 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
         for one in whole
         if any(f".{one}." in f".{key}." for key in low_rank(layers))
     ]
-    parameters = [key for key, _ in model.named_parameters()]
-    lines += [
-        f"{name}: lora.target_parameters: {entry!r} matches nothing in the model"
-        f"{near_parameters([entry], base_modules(model))}"
-        for entry in sorted(lora.target_parameters or ())
-        if not any(f".{key}".endswith(f".{entry}") for key in parameters)
-    ]
-    for field in ("rank_pattern", "alpha_pattern"):
-        patterns = list(getattr(lora, field) or ())
-        used = {get_pattern_key(patterns, key) for key in one_by_one(layers)}
-        lines += [
-            f"{name}: lora.{field}: {pattern!r} applies to none of the adapter's layers"
-            for pattern in patterns
-            if pattern not in used
-        ]
     return lines + _too_high(name, modules, layers)
 
 
