@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,39 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
         _check_start(model, name)
         _check_scaling(model, name, plan)
         write_weights(model, name, weights)
+
+
+@contextmanager
+def adapter_folder(
+    folder: Path | None, config: LoraConfig | Mapping[str, Any] | None, weights: Mapping[str, Tensor] | None
+) -> Iterator[Path]:
+    """Yields a PEFT folder with this config and these weights; None: those of `folder`.
+
+    Keys of weights may lack PEFT's `base_model.model.`. Raises ValueError if there is no folder for what is
+    missing.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    if folder is None and (config is None or weights is None):
+        raise ValueError(
+            "peft_model_id: expected a PEFT folder, or both peft_config= and adapter_state_dict= in its place"
+        )
+    if folder is not None and config is None and weights is None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        given = Path(scratch, "adapter_state_dict")
+        own: Any = read_config(folder) if config is None else config  # type: ignore[arg-type]
+        own = LoraConfig(**own) if isinstance(own, Mapping) else own
+        own.save_pretrained(str(given))
+        patterns = {"rank_pattern": own.rank_pattern, "alpha_pattern": own.alpha_pattern}
+        stored = json.loads((given / CONFIG).read_text())
+        (given / CONFIG).write_text(json.dumps(stored | patterns))  # PEFT sorts them, and the first counts
+        state = _stored(folder) if weights is None else weights  # type: ignore[arg-type]
+        whole = {f"{PREFIX}{key.removeprefix(PREFIX)}": one.detach() for key, one in state.items()}
+        save_file({key: one.contiguous().clone() for key, one in whole.items()}, given / WEIGHTS)
+        yield given
 
 
 def read_adapter(model: nn.Module, name: str, path: Path) -> tuple[LoraConfig, dict[str, dict[str, Tensor]]]:
