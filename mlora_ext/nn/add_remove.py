@@ -50,7 +50,7 @@ def add_adapter(
 ) -> None:
     """Adds an adapter to a converted model; the others do not move.
 
-    At the end it warns of an entry of `target_modules` that matches nothing beside others that do, of
+    At the end it warns of an entry of the config that matches nothing beside others that do, of
     `ensure_weight_tying` that ties nothing, and of trained parts that PEFT computes otherwise.
 
     Args:

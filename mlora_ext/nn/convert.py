@@ -39,7 +39,7 @@ def convert_model(
 
     PEFT's own functions choose the layers, so adapters sit where PEFT would put them. Initial values have
     PEFT's distributions. They depend only on the seed, the adapter's name and the layer's name, never on
-    other adapters. An entry of `target_modules` that matches nothing beside others is warned of. The base
+    other adapters. An entry of a config that matches nothing beside others is warned of. The base
     model's dropouts are set to 0, and its batch normalisation layers stay in evaluation mode; copies of them
     that adapters train (`modules_to_save`) do not.
 

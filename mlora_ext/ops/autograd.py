@@ -77,7 +77,7 @@ class _LoRALinear(torch.autograd.Function):
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, weight, *saved)
             ctx.lora_a, ctx.lora_b, ctx.plan, ctx.how = lora_a, lora_b, plan, how
-            ctx.versions = versions(*adapters, *plan)
+            ctx.versions = versions_of(*adapters, *plan)
         return y
 
     @staticmethod
@@ -86,7 +86,7 @@ class _LoRALinear(torch.autograd.Function):
         needs, n = ctx.needs_input_grad, len(ctx.lora_a)
         if dy is None:
             return (None,) * len(needs)
-        if versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan) != ctx.versions:
+        if versions_of(*ctx.lora_a, *ctx.lora_b, *ctx.plan) != ctx.versions:
             raise RuntimeError(_changed(ctx))
         x, weight, *saved = ctx.saved_tensors
         wanted = needs[0], True in needs[6 : 6 + n], True in needs[6 + n :]
@@ -148,7 +148,7 @@ class _LoRAFused(torch.autograd.Function):
             ctx.save_for_backward(x, *weights, *saved)
             ctx.operands, ctx.lora_a, ctx.backend = operands, lora_a, backend
             ctx.adapters, ctx.plan = adapters, plan
-            ctx.versions = versions(*adapters, *plan)
+            ctx.versions = versions_of(*adapters, *plan)
         return tuple(ys)
 
     @staticmethod
@@ -159,7 +159,7 @@ class _LoRAFused(torch.autograd.Function):
         used = [i for i, dy in enumerate(dys) if dy is not None]
         if not used:
             return tuple(nothing)
-        if versions(*ctx.adapters, *ctx.plan) != ctx.versions:
+        if versions_of(*ctx.adapters, *ctx.plan) != ctx.versions:
             raise RuntimeError(
                 _CHANGED.format(f"an adapter of {len(dys)} layers that share x, or their plan")
             )
@@ -190,8 +190,8 @@ class _LoRAFused(torch.autograd.Function):
         return tuple(result)
 
 
-def versions(*tensors: Tensor | None) -> list[int]:
-    """Returns how often tensors were changed in place; 0 for those made in inference mode."""
+def versions_of(*tensors: Tensor | None) -> list[int]:
+    """Returns how often each tensor has been changed in place; 0 for one that counts nothing."""
     try:
         return [0 if tensor is None else tensor._version for tensor in tensors]
     except RuntimeError:  # a tensor made in inference mode counts no versions; it needs no gradient
@@ -202,6 +202,6 @@ def _changed(ctx: Any) -> str:
     """Returns the message that names the first tensor changed since the forward pass."""
     n = len(ctx.lora_a)
     names = [f"lora_a[{i}]" for i in range(n)] + [f"lora_b[{i}]" for i in range(n)] + [*PLAN]
-    now = versions(*ctx.lora_a, *ctx.lora_b, *ctx.plan)
+    now = versions_of(*ctx.lora_a, *ctx.lora_b, *ctx.plan)
     name = next(name for name, new, old in zip(names, now, ctx.versions, strict=True) if new != old)
     return _CHANGED.format(name)

@@ -27,7 +27,7 @@ from ..frozen.weight import FrozenWeight
 from ..library import check_library
 from ..once_differentiable import once_differentiable
 from . import fake, reference
-from .autograd import versions
+from .autograd import versions_of
 from .held import HeldAdapters, keeps_gradient
 
 
@@ -124,7 +124,7 @@ class _LoRAExperts(torch.autograd.Function):
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, *saved)
             ctx.call, ctx.parameters = call, parameters
-            ctx.versions = versions(*parameters)
+            ctx.versions = versions_of(*parameters)
         return y
 
     @staticmethod
@@ -133,7 +133,7 @@ class _LoRAExperts(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if dy is None:
             return (None,) * len(needs)
-        if versions(*ctx.parameters) != ctx.versions:
+        if versions_of(*ctx.parameters) != ctx.versions:
             raise RuntimeError(
                 "lora_a, lora_b: an adapter on experts was changed in place between forward and backward, "
                 "for example by an optimizer step; run backward before you change it"

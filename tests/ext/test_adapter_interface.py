@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import CONFIGS, NAMES, converted, llama, peft_model, token_ids
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from tolerances import assert_same_up_to_rounding
 from torch import nn
 
@@ -268,3 +269,53 @@ def test_a_fused_head_that_would_pass_the_adapter_by_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"lm_head.*\(a\).*target_modules"):
         model(input_ids=token_ids(2, 3), adapter_names=["a", "b"], fused_lm_head=True)
+
+
+def test_an_adapter_loaded_for_training_drops_in_a_model_in_evaluation_mode(tmp_path: Path) -> None:
+    """As in Transformers, whose new layers begin in training mode while the base stays as it is."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
+    theirs, ids = llama().eval(), token_ids(2, 5)
+    ours = mx.convert_model(copy.deepcopy(theirs), {"a": config}).eval()
+    mx.save_adapter(ours, "a", tmp_path / "a")
+    for model in (theirs, ours):
+        model.load_adapter(str(tmp_path / "a"), "x", is_trainable=True)
+        parts = [module for module in model.modules() if "x" in getattr(module, "lora_A", ())]
+        assert len(parts) == 2
+        assert all(part.training for part in parts)
+        assert not model.model.layers[0].mlp.training
+        first, second = (model(input_ids=ids).logits for _ in range(2))
+        assert not torch.equal(first, second), "each forward draws masks of its own"
+    assert_same_up_to_rounding(logits(ours.eval(), ids), logits(theirs.eval(), ids), "without dropout")
+
+
+@pytest.mark.parametrize("given", ["both", "config", "weights"])
+def test_configs_and_weights_that_are_given_replace_the_folders(
+    given: str, pair: tuple[nn.Module, nn.Module], tmp_path: Path
+) -> None:
+    theirs, ours = pair
+    ids = token_ids(2, 5)
+    weights = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    config = LoraConfig.from_pretrained(str(tmp_path / "a"))
+    if given != "config":
+        weights = {key: tensor * 2 for key, tensor in weights.items()}
+    if given != "weights":
+        config.lora_alpha *= 3
+    for model in pair:
+        mine = {key.removeprefix("base_model.model."): tensor for key, tensor in weights.items()}
+        options = {"peft_config": copy.deepcopy(config), "adapter_state_dict": mine}
+        if given != "both" and model is ours:
+            options.pop("adapter_state_dict" if given == "config" else "peft_config")
+        source = tmp_path if given != "both" and model is ours else None
+        hub = {"subfolder": "a", "revision": "main"} if source else None
+        model.load_adapter(source, "n", low_cpu_mem_usage=True, adapter_kwargs=hub, **options)
+    assert_same_up_to_rounding(logits(ours, ids), logits(theirs, ids), "logits")
+
+
+def test_options_of_load_adapter_that_are_refused(pair: tuple[nn.Module, nn.Module], tmp_path: Path) -> None:
+    _, ours = pair
+    with pytest.raises(ValueError, match=r"^peft_model_id: expected a PEFT folder, or both peft_config="):
+        ours.load_adapter(None, "n", peft_config=LoraConfig())
+    with pytest.raises(ValueError, match=r"^key_mapping=\{\}: not supported by load_adapter"):
+        ours.load_adapter(tmp_path / "a", "n", local_files_only=True, key_mapping={})
+    with pytest.raises(ValueError, match=r"^enable_peft_hotswap: is not needed"):
+        ours.enable_peft_hotswap(target_rank=8)

@@ -279,3 +279,43 @@ def test_a_linear_layers_weight_is_the_layer(tmp_path: Path) -> None:
     peft = PeftModel.from_pretrained(mixture("mixtral"), tmp_path)
     assert_close(peft(input_ids=ids).logits, model(input_ids=ids).logits)
     assert_close(mx.from_peft(peft)(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+class Two(nn.Linear):
+    """A linear layer with a second matrix and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 8)
+        self.second, self.scale = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(super().forward(x), self.second) * self.scale
+
+
+def test_several_parameters_of_one_module_are_pefts(tmp_path: Path) -> None:
+    """Adapters on the weight, the second matrix, and both with scalings of their own, in one batch."""
+    targets = {"a": ["0.weight"], "b": ["0.second"], "c": ["0.weight", "0.second"]}
+    fields: dict[str, Any] = {"target_modules": [], "init_lora_weights": False, "rank_pattern": {"second": 3}}
+    configs = {name: LoraConfig(r=2, target_parameters=own, **fields) for name, own in targets.items()}
+    base, x = nn.Sequential(Two()), torch.randn(8, 6)
+    model = mx.convert_model(copy.deepcopy(base), configs)
+    with mx.route(model, mx.SegmentLayout.from_lengths([2, 2, 2, 2], [0, 1, 2, -1]), list("abc")):
+        y = model(x)
+    y.square().sum().backward()
+    assert_close(y[6:], base(x[6:]))
+    for place, name in enumerate("abc"):
+        mx.save_adapter(model, name, tmp_path / name)
+        peft = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / name, is_trainable=True)
+        theirs = peft(x[2 * place : 2 * place + 2])
+        assert_close(y[2 * place : 2 * place + 2], theirs)
+        theirs.square().sum().backward()
+        expected = [p.grad for key, p in peft.named_parameters() if "lora_" in key]
+        assert_same_gradients(mx.adapter_parameters(model, name), expected)
+        assert_close(mx.from_peft(peft)(x), mx.merge_and_unload(model, name)(x))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_experts_converted_in_inference_mode(family: str) -> None:
+    with torch.inference_mode():
+        found = converted(family)(input_ids=(ids := tokens()), adapter_names=NAMES).logits
+    assert_close(found, converted(family)(input_ids=ids.clone(), adapter_names=NAMES).logits)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -32,6 +33,10 @@ _USUAL = {
     "save_original_format": True,
 }
 """Options of Transformers' and PEFT's `save_pretrained`, each with the only value that is supported."""
+_OF_THE_HUB = frozenset(
+    {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "token", "user_agent"}
+)
+"""Options that say how a folder is fetched from the hub; here it is on this machine."""
 
 
 def install(model: nn.Module) -> None:
@@ -141,24 +146,16 @@ class AdapterInterface:
         hotswap: bool | str = "auto",
         local_files_only: bool = False,
         adapter_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> None:
         """Reads an adapter from a PEFT folder and calls `set_adapter` with it, as Transformers does.
 
-        The name defaults to `default`. Unless `is_trainable`, the adapter is frozen and the model put into
-        evaluation mode; with it, the adapter's layers are in training mode, so that they drop. `hotswap=True`
-        only writes the folder's weights into the model's adapter of this name. Without it, a taken name
-        raises ValueError.
-
-        Args:
-            peft_model_id: the folder.
-            adapter_name: of the new adapter.
-            peft_config: in place of a folder, beside `adapter_state_dict`.
-            adapter_state_dict: weights under the keys of `get_adapter_state_dict`, or of a PEFT folder.
-            low_cpu_mem_usage: changes nothing: weights are read straight into the model's memory.
-            is_trainable: whether the adapter gets gradients.
-            hotswap: whether to overwrite the weights of an adapter.
-            local_files_only: changes nothing: folders are read, and no hub.
-            adapter_kwargs: `{"subfolder": name}`.
+        The name defaults to `default`. `peft_config` and `adapter_state_dict` take the place of the folder's
+        config and weights, or of the whole folder. Unless `is_trainable`, the adapter is frozen and the model
+        put into evaluation mode; with it, the adapter's layers are put into training mode. `hotswap=True`
+        only writes the weights into the model's adapter of this name. Without it, a taken name raises
+        ValueError. `subfolder` is an option of `adapter_kwargs`; those that only matter on the hub, and
+        `low_cpu_mem_usage`, change nothing.
         """
         name = adapter_name or "default"
         swaps = hotswap is True
@@ -169,24 +166,32 @@ class AdapterInterface:
                 f"adapter_name: the model already has an adapter {name!r}; pass hotswap=True to overwrite "
                 "its weights with the folder's, or choose another name"
             )
-        with adapter_folder(peft_model_id, peft_config, adapter_state_dict, adapter_kwargs or {}) as folder:
-            warn_of_base(self.model, name, folder)
-            load_into(self.model, name, folder)
+        options = {**(adapter_kwargs or {}), **others}
+        subfolder = options.pop("subfolder", None) or ""
+        for option, value in options.items():
+            if option not in _OF_THE_HUB and value is not None:
+                raise ValueError(f"{option}={value!r}: not supported by load_adapter; leave this option out")
+        folder = None if peft_model_id is None else Path(peft_model_id, subfolder)
+        with adapter_folder(folder, peft_config, adapter_state_dict) as whole:
+            warn_of_base(self.model, name, whole)
+            load_into(self.model, name, whole)
         if swaps:
             return
         for parameter in adapter_parameters(self.model, name).values():
             parameter.requires_grad_(is_trainable)
-        self.model.train(self.model.training and is_trainable)
-        for layer in adapter_layers(self.model, name).values() if is_trainable else ():
-            layer.training = True
+        if is_trainable:
+            self.model.training = True  # only this module: its forward passes count dropout steps
+            for layer in adapter_layers(self.model, name).values():
+                layer.train()
+        else:
+            self.model.eval()
         self.set_adapter(name)
 
-    def enable_peft_hotswap(self, target_rank: int = 128, check_compiled: str = "error") -> None:
-        """Raises ValueError: a model has no use for it, since adapters of any rank join and leave."""
+    def enable_peft_hotswap(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError: adapters of any rank come and go here, so nothing is prepared for them."""
         raise ValueError(
-            "enable_peft_hotswap: adapters are not padded to a common rank here; load_adapter(folder, name, "
-            "hotswap=True) overwrites an adapter of the same rank and scaling, and delete_adapter with "
-            "load_adapter replaces any"
+            "enable_peft_hotswap: is not needed: load_adapter(..., hotswap=True) overwrites an adapter of "
+            "the same rank and scaling; before you load one of another rank, call delete_adapter"
         )
 
     def get_adapter_state_dict(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...adapters.kind import AdapterKind
 from ...adapters.registry import kind_for
 from ...frozen.quantized.families import held_numbers
+from ..parameters.targets import is_weight
 from ..unconverted_state import MOVED, check_layer, check_module, check_untouched
 
 
@@ -182,7 +183,7 @@ def plain_key(key: str) -> str:
 def parameter_of(layer: Any) -> str | None:
     """Returns the name of the parameter that a PEFT layer adapts; None for a linear layer's weight."""
     name: str | None = getattr(layer, "parameter_name", None)
-    return None if name == "weight" and isinstance(layer.get_base_layer(), nn.Linear) else name
+    return None if name is None or is_weight(layer.get_base_layer(), [name]) else name
 
 
 def base_of(layer: Any) -> nn.Module:

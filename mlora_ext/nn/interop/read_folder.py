@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pickle
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,33 +61,35 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
 
 @contextmanager
 def adapter_folder(
-    folder: str | os.PathLike[str] | None,
-    config: LoraConfig | Mapping[str, Any] | None,
-    state: Mapping[str, Tensor] | None,
-    options: Mapping[str, Any],
+    folder: Path | None, config: LoraConfig | Mapping[str, Any] | None, weights: Mapping[str, Tensor] | None
 ) -> Iterator[Path]:
-    """Yields the PEFT folder that the arguments of Transformers' `load_adapter` mean.
+    """Yields a PEFT folder with this config and these weights; None: those of `folder`.
 
-    A config and a state dict become a folder that is there inside `with`. Raises ValueError for arguments
-    that do not go together, and for options other than `subfolder`.
+    Keys of weights may lack PEFT's `base_model.model.`. Raises ValueError if there is no folder for what is
+    missing.
     """
     from peft import LoraConfig
     from safetensors.torch import save_file
 
-    for key in options:
-        if key != "subfolder":
-            raise ValueError(f"adapter_kwargs: expected subfolder alone, got {key!r}; the hub is not read")
-    if folder is not None and config is None and state is None:
-        yield Path(folder, options.get("subfolder", ""))
+    if folder is None and (config is None or weights is None):
+        raise ValueError(
+            "peft_model_id: expected a PEFT folder, or both peft_config= and adapter_state_dict= in its place"
+        )
+    if folder is not None and config is None and weights is None:
+        yield folder
         return
-    if folder is not None or config is None or state is None:
-        raise ValueError("load_adapter: expected a folder, or peft_config and adapter_state_dict without one")
-    with TemporaryDirectory() as made:
-        own = config if isinstance(config, LoraConfig) else LoraConfig(**config)
-        own.save_pretrained(made)
-        named = {PREFIX + key.removeprefix(PREFIX): one.detach().contiguous() for key, one in state.items()}
-        save_file(named, Path(made, WEIGHTS))
-        yield Path(made)
+    with tempfile.TemporaryDirectory() as scratch:
+        given = Path(scratch, "adapter_state_dict")
+        own: Any = read_config(folder) if config is None else config  # type: ignore[arg-type]
+        own = LoraConfig(**own) if isinstance(own, Mapping) else own
+        own.save_pretrained(str(given))
+        patterns = {"rank_pattern": own.rank_pattern, "alpha_pattern": own.alpha_pattern}
+        stored = json.loads((given / CONFIG).read_text())
+        (given / CONFIG).write_text(json.dumps(stored | patterns))  # PEFT sorts them, and the first counts
+        state = _stored(folder) if weights is None else weights  # type: ignore[arg-type]
+        whole = {f"{PREFIX}{key.removeprefix(PREFIX)}": one.detach() for key, one in state.items()}
+        save_file({key: one.contiguous().clone() for key, one in whole.items()}, given / WEIGHTS)
+        yield given
 
 
 def read_adapter(model: nn.Module, name: str, path: Path) -> tuple[LoraConfig, dict[str, dict[str, Tensor]]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.overrides import TorchFunctionMode
 
 from ...frozen.linear import frozen_linear
@@ -15,6 +18,7 @@ from ...frozen.plain import PlainWeight
 from ...never_compiled import never_compiled
 from ...ops.functional import lora_linear_held, lora_linear_rows
 from ...ops.held import HeldAdapters, hold
+from ..linear import MultiLoRALinear
 from ..routing.route import RouteTensors
 from .layer import ParameterLayer
 
@@ -26,13 +30,15 @@ class MultiLoRAMatrix(ParameterLayer):
 
     PEFT's `target_parameters` computes with `W + scaling B A`. Here `F.linear(x, W)` inside the module
     becomes `x W^T + scaling_i x A_i^T B_i^T` for the rows of adapter i. A module that uses the matrix in
-    another way is refused when it runs.
+    another way is refused when it runs. It may have several matrices, and be a linear layer with more than a
+    weight and bias.
     """
 
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
         own = any(parameter.dim() == 2 for parameter in module.parameters(recurse=False))
-        return isinstance(module, cls) or (own and not isinstance(module, nn.Linear | nn.Embedding))
+        others = isinstance(module, nn.Embedding | NonDynamicallyQuantizableLinear)
+        return isinstance(module, cls) or (own and not others and not MultiLoRALinear.serves(module))
 
     @classmethod
     def candidates(cls, module: nn.Module) -> tuple[str, ...]:
@@ -56,34 +62,43 @@ class MultiLoRAMatrix(ParameterLayer):
         """
         if not self.group.adapters:
             return self.base(*args, **kwargs)
-        parameter = self.parameter
-        assert parameter is not None
-        weight = self._parameters[parameter]
-        assert weight is not None
-        with MatrixInUse(weight, f"{self.name}.{parameter}", self._product):
+        with ExitStack() as stack:
+            for parameter in {own for spec in self.specs.values() for own, _ in spec.parameters}:
+                weight = self._parameters[parameter]
+                assert weight is not None
+                product = partial(self._product, parameter)
+                stack.enter_context(MatrixInUse(weight, f"{self.name}.{parameter}", product))
             return self.base(*args, **kwargs)
 
-    @property
-    def parameter(self) -> str | None:
-        """The only parameter that adapters sit on; targets that name another one are refused."""
-        return next((spec.parameters[0][0] for spec in self.specs.values()), None)
-
-    def _product(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _product(self, parameter: str, x: Tensor, weight: Tensor) -> Tensor:
         """Returns `x Wᵀ` with the adapters; `weight` may be cast to another dtype."""
         frozen = PlainWeight.of(weight)
         if self.router.observer is not None:
             return self.router.observer.see(self.name, x, frozen_linear(x, frozen))
         active, place, batch = self.router.tensors_for(self, x)
-        if not active.names:
+        specs = {name: dict(self.specs[name].parameters).get(parameter) for name in active.names}
+        scalings = {name: spec.scaling for name, spec in specs.items() if spec is not None}
+        if not scalings:
             return frozen_linear(x, frozen)
         rows = x if place is None else place.samples_first(x, batch)
-        parameter = self.parameter
-        assert parameter is not None
-        y = self._with_adapters(rows, frozen, parameter, active)
+        y = self._with_adapters(rows, frozen, parameter, active, scalings)
         return y if place is None else place.as_before(y)
 
-    def _with_adapters(self, x: Tensor, frozen: PlainWeight, parameter: str, active: RouteTensors) -> Tensor:
-        names, plan = active.names, active.plan(None)
+    def _with_adapters(
+        self,
+        x: Tensor,
+        frozen: PlainWeight,
+        parameter: str,
+        active: RouteTensors,
+        scalings: Mapping[str, float],
+    ) -> Tensor:
+        names = tuple(scalings)
+        segments = active.segments if names == active.names else active.subtracted(names)[0]
+        values = list(scalings.values())
+        scaling = active.keep(
+            (parameter, *values), lambda: torch.tensor(values, dtype=self.group.dtype, device=x.device)
+        )
+        plan = segments, scaling, None, None, None
         if self.router.accumulates and torch.is_grad_enabled():
             held = self._held(parameter, names)
             ys = held and lora_linear_held(x, [frozen], [None], held, plan, self.router.updates)

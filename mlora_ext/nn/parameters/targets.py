@@ -90,11 +90,6 @@ def check_parameters(name: str, config: LoraConfig, key: str, module: nn.Module,
             f"adapter {name!r}: target_parameters: {key}.{others[0]} is not supported; in a "
             f"{type(module).__name__} adapters can be put on {' and '.join(able)}"
         )
-    if kind is MultiLoRAMatrix and len(names) > 1:
-        raise ValueError(f"{what} and {names[1]}: one parameter of a {type(module).__name__} is supported")
-    taken = module.parameter if isinstance(module, MultiLoRAMatrix) else None
-    if taken not in (None, names[0]):
-        raise ValueError(f"{what}: other adapters sit on {key}.{taken}; name that one")
 
 
 def is_weight(module: nn.Module, names: list[str]) -> bool:

@@ -53,6 +53,7 @@ def test_doubts_are_warned_of_once(run: Run, tiny_base: Path, tmp_path: Path) ->
     second["lora"] = {
         "r": 2,
         "target_modules": "all-linear",
+        "exclude_modules": ["o_proj", "q_porj"],
         "rank_pattern": {"q_proj": 3, "self_attn.q_proj": 4, "up_proj$": 5},
         "alpha_pattern": {"lm_head": 3},
     }
@@ -65,6 +66,7 @@ def test_doubts_are_warned_of_once(run: Run, tiny_base: Path, tmp_path: Path) ->
         "warning: first: lora.r: 33 is too high; model.layers.0.self_attn.q_proj can use 32 at most",
         "warning: second: lora.rank_pattern: 'self_attn.q_proj' applies to none of the adapter's layers",
         "warning: second: lora.alpha_pattern: 'lm_head' applies to none of the adapter's layers",
+        "warning: second: lora.exclude_modules: 'q_porj' excludes nothing in the model",
     ]
     result = run("train", tmp_path / "run.yaml", "--set", "defaults.max_steps=1")
     assert result.stderr.count("k_porj") == 1
