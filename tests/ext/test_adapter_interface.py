@@ -98,35 +98,6 @@ def test_added_and_loaded_adapters_become_the_active_one(
     assert_same_up_to_rounding(logits(ours, ids), logits(theirs, ids), "logits")
 
 
-def test_a_trainable_adapter_drops_in_a_model_that_evaluates(tmp_path: Path) -> None:
-    """As in Transformers, whose new layers are in training mode, and the base's stay in evaluation mode."""
-    dropping = LoraConfig(r=2, lora_dropout=0.5, init_lora_weights=False, target_modules=["q_proj"])
-    mx.save_adapter(mx.convert_model(llama(), {"a": dropping}), "a", tmp_path)
-    for model in (llama().eval(), mx.convert_model(llama(), {}).eval()):
-        model.load_adapter(str(tmp_path), "a", is_trainable=True)
-        once, again = (model(input_ids=token_ids(2, 5)).logits for _ in range(2))
-        assert not model.training
-        assert not torch.equal(once, again)
-
-
-def test_an_adapter_of_a_config_and_a_state_dict(pair: tuple[nn.Module, nn.Module], tmp_path: Path) -> None:
-    theirs, ours = pair
-    ids, config = token_ids(2, 5), LoraConfig.from_pretrained(tmp_path / "a")
-    for model in pair:
-        state = {key: 2 * tensor for key, tensor in model.get_adapter_state_dict("a").items()}
-        options: dict = {"adapter_state_dict": state, "low_cpu_mem_usage": True}
-        model.load_adapter(peft_config=copy.deepcopy(config), adapter_name="twice", **options)
-    assert_same_up_to_rounding(logits(ours, ids), logits(theirs, ids), "logits")
-    ours.load_adapter(tmp_path, "b again", adapter_kwargs={"subfolder": "b"}, local_files_only=True)
-    assert ours.active_adapters() == ["b again"]
-    with pytest.raises(ValueError, match="adapter_kwargs: expected subfolder alone, got 'revision'"):
-        ours.load_adapter(tmp_path / "a", "c", adapter_kwargs={"revision": "main"})
-    with pytest.raises(ValueError, match="expected a folder, or peft_config and adapter_state_dict"):
-        ours.load_adapter(tmp_path / "a", "c", peft_config=config)
-    with pytest.raises(ValueError, match=r"enable_peft_hotswap: .* hotswap=True"):
-        ours.enable_peft_hotswap()
-
-
 def test_a_frozen_adapter_serves_beside_one_that_trains(
     pair: tuple[nn.Module, nn.Module], tmp_path: Path
 ) -> None:
