@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,7 +87,7 @@ def write_folder(
     state |= _changed_base(model, name, embeddings)
     state = renamed_keys(state, PREFIX, *body_names(model, adapter_layers(model, name)))
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.parent / f".{target.name}.{secrets.token_hex(8)}"
+    scratch = target.parent / f".{target.name}.{os.urandom(8).hex()}"
     scratch.mkdir()
     try:
         _write(model, name, scratch, state, metadata or {})
