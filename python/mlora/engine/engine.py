@@ -26,11 +26,11 @@ from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
 from mlora.engine.batcher import Batcher
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.measured_samples import PIECES, MeasuredSamples
-from mlora.engine.memory_limit import MemoryLimit, check_left
+from mlora.engine.memory_limit import MemoryLimit, nothing_left
 from mlora.engine.put_adapter import labelled, plain_lora, put_adapter
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
 from mlora.engine.start_beside import put_start_beside
-from mlora.errors import check_kind, check_kinds
+from mlora.errors import MemoryLimitError, check_kind, check_kinds
 from mlora.memory.estimate import MemorySample
 from mlora.memory.process_memory import peak_memory
 from mlora.model.base_info import DIGEST, BaseInfo
@@ -294,7 +294,7 @@ class Engine(Batcher):
             What is also in `memory`.
 
         Raises:
-            MemoryLimitError: if the limit leaves no memory beside the base model.
+            MemoryLimitError: if the limit is enforced and leaves no memory beside the base model.
             ValueError: if there are several replicas, or several stages in one process, or adapters.
         """
         try:
@@ -323,8 +323,11 @@ class Engine(Batcher):
 
         stages = self._dry(self.blocks if self.stages > 1 else 1)
         own, *others = self._look()
-        check_left(limit, name, [max(0, own - earlier), *others])
-        samples.warm_up()
+        fault = nothing_left(limit, name, [max(0, own - earlier), *others])
+        if fault is None:
+            samples.warm_up()
+        elif enforce:  # a run goes on with whom it has taken, and refuses each new task by name
+            raise MemoryLimitError(fault)
         memory = MemoryLimit(
             AdapterMemory(stages, unlimited if measured or self.device.type != "cpu" else None),
             limit,

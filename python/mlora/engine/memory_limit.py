@@ -295,15 +295,16 @@ def taken_of(limit: int, name: str, base: Sequence[int], reserved: int) -> str:
     )
 
 
-def check_left(limit: int, name: str, base: Sequence[int]) -> None:
-    """Raises MemoryLimitError if a limit leaves nothing beside the processes with the base model alone.
+def nothing_left(limit: int, name: str, base: Sequence[int]) -> str | None:
+    """Returns what to say if a limit leaves nothing beside processes with the base model alone, else None.
 
     So it is known before a first micro-batch, which would take more than the limit.
     """
     missing = max(base) + _LEAST_RESERVED - limit
-    if missing >= 0:
-        taken, more = taken_of(limit, name, base, _LEAST_RESERVED), in_units(max(1, missing))
-        raise MemoryLimitError(f"nothing is left for adapters: {taken}; raise the limit by more than {more}")
+    if missing < 0:
+        return None
+    taken, more = taken_of(limit, name, base, _LEAST_RESERVED), in_units(max(1, missing))
+    return f"nothing is left for adapters: {taken}; raise the limit by more than {more}"
 
 
 def in_units(size: float) -> str:
