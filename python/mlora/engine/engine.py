@@ -424,7 +424,6 @@ class Engine(Batcher):
             ("replica", replica, "a whole number", Integral),
             ("start_batches", start_batches, "a list of batches, or None", Sequence, NoneType),
             ("start_weights", start_weights, "a path or hub id, or None", *_PATH, NoneType),
-            ("num_labels", num_labels, "a whole number, or None", Integral, NoneType),
             ("problem_type", problem_type, "a text, or None", str, NoneType),
             ("label_names", label_names, "a list of texts, or None", Sequence, NoneType),
         )

@@ -40,7 +40,7 @@ def restore_adapter(
         _create_adapter(engine, task, group, state)
         engine.load_state_dict(task.name, state)
     except ValueError as error:
-        raise RunError(f"{task.name}: cannot be restored: {first_line(error)}") from error
+        raise RunError(f"{task.name}: cannot be restored: {where}: {first_line(error)}") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise RunError(
             f"{task.name}: cannot be restored: {where} does not hold an adapter's state "

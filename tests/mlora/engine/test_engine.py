@@ -324,7 +324,7 @@ def test_an_argument_of_a_wrong_kind_is_named(verb: str) -> None:
         given = {"name": "a", "names": ["a"], "lora": lora(), "optim": OPTIM, "folder": "gone", "state": {}}
         given |= {"batches": {"a": samples(2, 5, seed=0)}, "limit": "1TiB"}
         switches = {"raises", "measure", "whole", "enforce", "measured", "held", "earlier", "objective"}
-        told = "no adapter <object|expected a peft.LoraConfig, got object"
+        told = "no adapter <object|expected a peft.LoraConfig, got object|adapter 'b': num_labels: "
         names = set(inspect.signature(call).parameters) - switches - ({"name"} if verb[0] == "l" else set())
         for name in names:
             arguments = _arguments(call, given) | ({"name": "b"} if verb == "create_adapter" else {})

@@ -104,9 +104,9 @@ def test_names_of_files(tmp_path: Path) -> None:
     assert value(tmp_path, "v1.2-a.py:loss") == 3.0
     write(tmp_path, **{"v1/__init__": "", "gone": "import v1.gone\n"})
     with pytest.raises(ObjectiveError, match=r"v1/__init__\.py; rename one of them"):
-        resolved("v1:loss", tmp_path)
+        objective_of(resolved("v1:loss", tmp_path))
     with pytest.raises(ObjectiveError, match=r"cannot be imported: No module named 'v1\.gone'"):
-        resolved("gone:loss", tmp_path)
+        objective_of(resolved("gone:loss", tmp_path))
 
 
 def test_loss_files_of_a_folder_share_its_modules(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def test_a_file_that_changes_torch_when_it_is_imported(tiny_base: Path, tmp_path
     data = run_data(tiny_base, tmp_path)
     data["adapters"][0] |= {"objective": "faster:loss"}
     with pytest.raises(RunError, match=r"faster\.py:loss: .* it changes torch.set_default_dtype for all"):
-        resolve_config(data, folder=tmp_path)
+        mlora.train(resolve_config(data, folder=tmp_path))
 
 
 def test_random_numbers_depend_on_the_rows_alone(tiny_base: Path, tmp_path: Path) -> None:
