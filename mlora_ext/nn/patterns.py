@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -29,11 +29,12 @@ for number, (how, pattern) in enumerate(json.load(sys.stdin)):
 """
 
 
-def check_patterns(model: nn.Module, name: str, config: LoraConfig) -> None:
+def check_patterns(modules: Iterable[tuple[str, nn.Module]], name: str, config: LoraConfig) -> None:
     """Raises ValueError for a pattern of a config that is none, or that takes seconds on a model's names.
 
     Python's `re` cannot be interrupted, and holds the GIL. So patterns with several repeats or alternatives,
     which may backtrack, are first matched in a process of their own, for one or two seconds of CPU time.
+    `modules` are the base's, by name: what adapters add would make each call's names new.
     """
     patterns = list(_patterns(config))
     for field, given, _, whole in patterns:
@@ -44,7 +45,9 @@ def check_patterns(model: nn.Module, name: str, config: LoraConfig) -> None:
     risky = [one for one in patterns if len(re.findall(r"[*+?{|]", one[1])) > 1]
     if not risky:
         return
-    keys = [key for key, _ in model.named_modules()] + [key for key, _ in model.named_parameters()]
+    keys = []
+    for key, module in modules:
+        keys += [key, *(f"{key}.{own}" for own, _ in module.named_parameters(recurse=False))]
     slow = _too_slow(tuple(keys), tuple((how, whole) for *_, how, whole in risky))
     if slow is not None:
         field, given, *_ = risky[slow]
@@ -75,4 +78,7 @@ def _too_slow(keys: tuple[str, ...], patterns: tuple[tuple[str, str], ...]) -> i
     told = json.dumps([("", keys), *patterns])
     command = [sys.executable, "-I", "-S", "-c", _TRIAL]
     done = subprocess.run(command, input=told, stdout=subprocess.PIPE, encoding="ascii", check=False)
-    return int(done.stdout.split()[-1]) - 1 if done.returncode else None
+    begun = (
+        done.stdout.split()
+    )  # none: the process could not start, and PEFT matches the patterns as they are
+    return int(begun[-1]) - 1 if done.returncode and begun else None

@@ -181,7 +181,7 @@ def translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
         get_model_conversion_mapping,
     )
 
-    check_patterns(model, name, config)
+    check_patterns(base_modules(model), name, config)
     translated, base = copy.deepcopy(config), cast("PreTrainedModel", model)
     if not hasattr(getattr(model, "config", None), "model_type"):
         return translated

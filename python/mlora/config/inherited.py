@@ -32,3 +32,8 @@ def inherited(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
             found.pop(key, None)
             lacking |= {key} - own.keys()
     return found
+
+
+def idle_defaults(defaults: Mapping[str, Any]) -> list[str]:
+    """Returns the fields of ``defaults`` that act on no adapter where none has an `eval_dataset`."""
+    return [key for keys in _NEEDED_BY.values() for key in keys if defaults.get(key)]

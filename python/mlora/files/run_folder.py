@@ -108,8 +108,14 @@ class RunFolder:
     def check_free(self, *, overwrite: bool, inputs: list[str]) -> None:
         """Checks that a new run may write here and no process is at work, changing nothing."""
         self.check_writable()
-        if is_running(self.metrics):
+        running = is_running(self.metrics)
+        if running:
             raise RunError(f"output_dir: another process is running the run in {self.path}")
+        if running is None and (summary := self.read_summary()) and summary.get("status") == "running":
+            raise RunError(
+                f"output_dir: {self.path} says that its run is at work, and its file system has no locks to "
+                f"show whether that is so; if no process runs it, remove {self.summary}"
+            )
         self.check_contents(overwrite=overwrite, inputs=inputs)
 
     def check_contents(self, *, overwrite: bool, inputs: list[str]) -> None:

@@ -32,8 +32,8 @@ TOKENIZER = (
     "chat_template.jinja",
 )
 _SAMPLE, _BLOCK = 16 << 20, 16 << 10  # bytes of the weights that a digest reads, and of one read
-_TEXTS = {".json", ".jinja", ".txt", ".model"}
-_READ = {*_TEXTS, ".safetensors", ".bin"}
+_TEXTS = {"config.json", "generation_config.json", *TOKENIZER}
+_INDICES = (".safetensors.index.json", ".bin.index.json")
 
 
 class BaseInfo:
@@ -129,12 +129,14 @@ class BaseInfo:
 
         try:
             config = GenerationConfig.from_pretrained(self.name)
-        except OSError:  # as Transformers does for a model without generation_config.json
-            config = GenerationConfig.from_model_config(self.config)
         except UNREADABLE as error:
-            raise RunError(
-                f"base_model: {self.name}: generation_config.json cannot be read: {first_line(error)}"
-            ) from error
+            if not isinstance(error, OSError) or (Path(self.name) / "generation_config.json").exists():
+                raise RunError(
+                    f"base_model: {self.name}: generation_config.json cannot be read: {first_line(error)}"
+                ) from error
+            config = GenerationConfig.from_model_config(
+                self.config
+            )  # as Transformers does where it is missing
         own = config.eos_token_id
         known = [self.tokenizer().eos_token_id, *(own if isinstance(own, list) else [own])]
         ends = tuple(sorted({token for token in known if isinstance(token, int)}))
@@ -229,14 +231,15 @@ def check_base(name: str, folder: Path | str | None = None) -> None:
 def _check_files(folder: Path) -> None:
     """Refuses files of a base model that libraries would wait for, or that lead them out of its folder."""
     for path in folder.iterdir():
-        if path.suffix not in _READ or not path.exists():
+        text = path.name in _TEXTS or path.name.endswith(_INDICES)
+        if not (text or path.suffix in (".safetensors", ".bin")) or not path.exists():
             continue
         try:
-            with open_regular(path, MOST if path.suffix in _TEXTS else None):
+            with open_regular(path, MOST if text else None):
                 pass
         except OSError as error:
             raise RunError(f"base_model: {path}: {error.strerror}") from error
-        if path.name.endswith((".safetensors.index.json", ".bin.index.json")):
+        if path.name.endswith(_INDICES):
             weight_map(path)
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
-from pydantic_core import from_json
 
 from mlora.errors import RunError, first_fault, first_line
 from mlora.files.run_folder import is_running
@@ -257,13 +256,13 @@ class TaskQueue:
         """Returns the object in a row's text if it is as `_text` made it; older rows have no checksum."""
         try:
             body, _, checksum = text.partition("\n")
-            found = kind.model_validate(from_json(body)).model_dump(exclude_unset=True)
+            found = kind.model_validate(json.loads(body)).model_dump(exclude_unset=True)
             if checksum in ("", _checksum(body, *keys)):
                 return found
             fault = f"{text[:40]!r} is not what a run wrote"
         except ValidationError as error:
             fault = first_fault(error)
-        except (TypeError, ValueError, AttributeError):
+        except (TypeError, ValueError, AttributeError, RecursionError):
             fault = f"{text[:40]!r} is not JSON" if isinstance(text, str) else "a row holds no text"
         raise RunError(f"{self._path}: is damaged: {fault}{_RESTORE}")
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from mlora.cluster.device import choose_device, dtype_of, set_allocators
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.faults import path_of
-from mlora.config.inherited import inherited
+from mlora.config.inherited import idle_defaults, inherited
 from mlora.config.offload_config import not_served
 from mlora.config.quantization_config import quantization_faults
 from mlora.config.run_config import RunConfig
@@ -93,8 +93,9 @@ def prepare(
     trace: int = 0,
     measure: bool = False,
 ) -> Prepared:
-    """Reads the data, loads the base model and creates or restores the adapters; writes nothing.
+    """Reads the data, loads the base model and creates or restores the adapters.
 
+    It writes nothing but the machine's choice of `base_gemm`, and not even that if `measure`.
     `came` holds the submissions taken before the checkpoint, by task name. `entry` is the journaled first
     decision of a run without a checkpoint; None = decide anew. `trace` is the number of spans that each stage
     keeps. `measure` asks for `Prepared.loaded` and `placed`.
@@ -105,7 +106,7 @@ def prepare(
     base = BaseInfo(config.base_model, config.base_folder)
     _check_base(config, base)
     if checkpoint:
-        _check_same_base(base, checkpoint)
+        _check_same_base(base, checkpoint, reporter)
     sweep_inputs = inputs_of_sweep(config)
     if checkpoint:
         check_sweep(sweep_inputs, checkpoint)
@@ -117,7 +118,7 @@ def prepare(
     for message in dict.fromkeys(faults.values()):  # one line for all that share a fault, as a missing file
         names = [name for name, fault in faults.items() if fault == message]
         reporter.fault(f"{', '.join(names)}: refused: {message}")
-    for line in builder.warnings:
+    for line in [*builder.warnings, *_without_evaluations(config)]:
         reporter.warn(line)
     told = len(builder.warnings)
     if not tasks and not config.sweep:
@@ -128,7 +129,7 @@ def prepare(
             trials = [] if tasks else _some_trials(config, builder, torch.device(device))
             for line in builder.warnings[told:]:
                 reporter.warn(line)
-            if config.base_gemm is None and device == "cpu":
+            if config.base_gemm is None and device == "cpu" and not measure:
                 library = base_gemm_of_machine(dtype_of(config), reporter)
                 config = config.model_copy(update={"base_gemm": library})
             engine = make_engine(config, tasks or trials, member, trace)
@@ -172,6 +173,15 @@ def _check_config(config: RunConfig, device: str) -> None:
             raise RunError(f"{adapter.name}: {error}") from error
 
 
+def _without_evaluations(config: RunConfig) -> list[str]:
+    """Returns a line if no adapter has what defaults for evaluations need."""
+    given = {**config.defaults.model_dump(exclude_unset=True)}
+    idle = idle_defaults(given)
+    if not idle or given.get("eval_dataset") or any(adapter.eval_dataset for adapter in config.adapters):
+        return []
+    return [f"defaults: {', '.join(idle)} change nothing, since no adapter has an eval_dataset"]
+
+
 def _check_base(config: RunConfig, base: BaseInfo) -> None:
     """Refuses what the base model does not serve. Raises RunError."""
     if fault := router_loss_fault(base.config):
@@ -182,18 +192,29 @@ def _check_base(config: RunConfig, base: BaseInfo) -> None:
     check_blocks(config, base.blocks)
 
 
-def _check_same_base(base: BaseInfo, checkpoint: Mapping[str, Any]) -> None:
-    """Raises RunError if a checkpoint was written over another base model; the same one may have moved."""
-    if "base" in checkpoint:
-        same = checkpoint["base"] == base.digest
-    else:  # of an earlier version of mlora
-        same = checkpoint["config"]["base_model"] == base.name
-    if not same:
-        raise RunError(
-            f"base_model: {base.name} is not the model that the checkpoint was trained over: its weights, "
-            "config or tokenizer differ; put that model back, or train anew with `mlora train RUN.yaml "
-            "--overwrite`"
+def _check_same_base(base: BaseInfo, checkpoint: Mapping[str, Any], reporter: Reporter) -> None:
+    """Raises RunError if a checkpoint was written over another base model; the same one may have moved.
+
+    A commit of the hub and a folder of files cannot be compared.
+    """
+    now = base.digest if "base" in checkpoint else base.name
+    before = str(checkpoint.get("base", checkpoint["config"]["base_model"]))
+    if now == before:
+        return
+    kind, _, commit = before.partition(":")
+    if "base" in checkpoint and kind != now.partition(":")[0]:
+        reporter.warn(f"base_model: {base.name} cannot be compared with the model of the checkpoint")
+        return
+    why = "its weights, config or tokenizer differ; put that model back"
+    if "base" in checkpoint and kind == "commit":
+        why = (
+            f"the hub has another commit of it now; download {commit} into a folder and give that: `mlora "
+            "resume RUN --set base_model=FOLDER`"
         )
+    raise RunError(
+        f"base_model: {base.name} is not the model that the checkpoint was trained over: {why}, or train "
+        "anew with `mlora train RUN.yaml --overwrite`"
+    )
 
 
 def _some_trials(config: RunConfig, builder: TaskBuilder, device: torch.device) -> list[Task]:

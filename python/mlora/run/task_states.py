@@ -21,7 +21,7 @@ from mlora.engine.engine import Engine
 from mlora.engine.put_adapter import lora_of
 from mlora.errors import RunError, first_line
 from mlora.files.disk import checksum_of, os_errors, write_file, write_tensors
-from mlora.files.run_folder import RunFolder
+from mlora.files.run_folder import OWN_FILES, RunFolder
 from mlora.files.state_files import best_file, read_state
 from mlora.run.handoff.model_card import CARD, write_adapter_card
 from mlora.tasks.task import Task
@@ -179,7 +179,8 @@ def save_result(engine: Engine, task: Task, folder: RunFolder, *, in_doubt: bool
         reason = getattr(error, "strerror", None) or first_line(error)
         raise RunError(f"{target}: cannot be saved: {reason}") from error
     with os_errors(f"{target}: cannot be read"):
-        files = [path for path in target.iterdir() if path.name != CARD and path.is_file()]
+        own = {path for path in target.iterdir() if OWN_FILES.fullmatch(f"adapters/{task.name}/{path.name}")}
+        files = [path for path in own if path.name != CARD and path.is_file()]
         task.progress.saved = {path.name: checksum_of(path) for path in sorted(files)}
     if (target / CONFIG).is_file():  # a model that was trained itself is no adapter
         write_adapter_card(target, task)
