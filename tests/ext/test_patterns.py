@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from mlora_ext import convert_model
+from mlora_ext import add_adapter, convert_model
 from mlora_ext.nn import patterns
 
 SLOW = r"(([a-z._]+)+)+\d\d\d"
@@ -70,3 +70,13 @@ def test_patterns_that_cannot_backtrack_need_no_process(monkeypatch: pytest.Monk
     model = convert_model(Blocks(), {"a": several, "b": several})
     assert len(begun) == 1
     assert {tuple(p.shape) for n, p in model.named_parameters() if "lora_A" in n} == {torch.Size([3, 4])}
+
+
+def test_other_adapters_add_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a model with many adapters would take ever longer, until a right pattern is refused."""
+    asked = []
+    monkeypatch.setattr(patterns, "_too_slow", lambda keys, _: asked.append(keys))
+    config = LoraConfig(r=2, target_modules=r".*\.(q|k)_proj.*|.*q_projection.*")
+    model = convert_model(Blocks(), {"a": config})
+    add_adapter(model, "b", config)
+    assert asked[-1] == asked[0]

@@ -134,9 +134,8 @@ class BaseInfo:
                 raise RunError(
                     f"base_model: {self.name}: generation_config.json cannot be read: {first_line(error)}"
                 ) from error
-            config = GenerationConfig.from_model_config(
-                self.config
-            )  # as Transformers does where it is missing
+            # as Transformers does for a model without the file
+            config = GenerationConfig.from_model_config(self.config)
         own = config.eos_token_id
         known = [self.tokenizer().eos_token_id, *(own if isinstance(own, list) else [own])]
         ends = tuple(sorted({token for token in known if isinstance(token, int)}))

@@ -27,6 +27,17 @@ def test_one_adapter_is_ready(run: Run, tiny_base: Path, tmp_path: Path) -> None
     assert run("validate", path).stdout.splitlines()[-1] == f"{path}: 1 adapter is ready to train"
 
 
+def test_defaults_of_evaluations_that_nobody_makes(run: Run, tiny_base: Path, tmp_path: Path) -> None:
+    data = run_data(tiny_base, tmp_path)
+    data["defaults"] |= {"eval_steps": 3, "early_stopping_patience": 2}
+    line = (
+        "defaults: eval_steps, early_stopping_patience change nothing, since no adapter has an eval_dataset"
+    )
+    assert line in run("validate", write_run(tmp_path, data)).stderr
+    data["adapters"][1]["eval_dataset"] = "two"
+    assert "change nothing" not in run("validate", write_run(tmp_path, data)).stderr
+
+
 def test_validate_names_every_adapter_at_fault(run: Run, tiny_base: Path, tmp_path: Path) -> None:
     data = run_data(tiny_base, tmp_path)
     data["adapters"][0]["lora"]["target_modules"] = ["w_proj"]

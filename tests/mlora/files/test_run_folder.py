@@ -226,6 +226,16 @@ def test_a_folder_without_locks(tmp_path: Path, run: Run) -> None:
     assert names(tmp_path / "out") == ["a"]
 
 
+@pytest.mark.usefixtures("no_locks")
+def test_a_run_that_may_be_at_work_is_not_overwritten(tmp_path: Path) -> None:
+    folder = filled(tmp_path / "run", "config.yaml", "metrics.jsonl")
+    folder.write_summary({"status": "running", "seconds": 1.0, "adapters": {}})
+    with pytest.raises(RunError, match=r"says that its run is at work.*remove .*summary\.json$"):
+        folder.check_free(overwrite=True, inputs=[])
+    folder.summary.unlink()
+    folder.check_free(overwrite=True, inputs=[])
+
+
 def test_a_lock_that_a_killed_process_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_locks: None
 ) -> None:
@@ -276,6 +286,9 @@ def test_a_run_on_a_folder_without_either(
     summary.write_text(summary.read_text().replace('"status": "finished"', '"status": "running"'))
     assert "running: " in (status := run("status", tmp_path / "run").stdout)
     assert ", or was killed: its file system has no locks that would tell" in status
+    refused = run("train", path, "--overwrite")
+    assert f"if no process runs it, remove {summary}" in refused.stderr
+    summary.unlink()
     assert run("train", path, "--overwrite").exit_code == 0
 
 

@@ -136,3 +136,17 @@ def test_a_digest_takes_as_long_for_a_large_base(tmp_path: Path) -> None:
         file.seek(-1, os.SEEK_END)
         file.write(b"x")
     assert BaseInfo(str(base)).digest != before
+
+
+def test_commits_of_the_hub(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another commit is another model; a folder of its files cannot be compared, and is warned of."""
+    monkeypatch.setattr(BaseInfo, "digest", "commit:abc")
+    run = interrupted(tiny_base, tmp_path)
+    monkeypatch.setattr(BaseInfo, "digest", "commit:def")
+    with pytest.raises(RunError, match="another commit of it now; download abc into a folder") as error:
+        resume(run)
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(BaseInfo, "digest", "files:1")
+    told = Watching()
+    assert resume(run, reporter=told).status == "finished"
+    assert any("cannot be compared with the model of the checkpoint" in line for line in told.lines)
