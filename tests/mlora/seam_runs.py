@@ -22,6 +22,11 @@ def data_of(base: Path, folder: Path, stages: int, **fields: Any) -> dict[str, A
     return data
 
 
+def by_adapter(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run; a signal lets evaluations of one group come after steps of another."""
+    return sorted(lines(run), key=lambda line: str(line["adapter"]))
+
+
 def train_and_resume(data: dict[str, Any], folder: Path) -> Path:
     """Returns the folder of a run that an interrupted and resumed one equals, bit for bit."""
     whole, cut = folder / "whole", folder / "cut"
@@ -32,6 +37,6 @@ def train_and_resume(data: dict[str, Any], folder: Path) -> Path:
     assert result.status == "interrupted", told.lines
     assert list((cut / "checkpoints").glob("step-*.pt"))
     assert resume(cut).status == "finished"
-    assert lines(cut) == lines(whole)
+    assert by_adapter(cut) == by_adapter(whole)
     assert weights(cut) == weights(whole)
     return whole

@@ -34,17 +34,16 @@ def own_state(file: str, tasks: Collection[str]) -> bool:
 
 def files_named(checkpoint: Mapping[str, Any]) -> frozenset[str]:
     """Returns the names of the state files that a checkpoint needs."""
-    best = {
-        best_file(name, task["best_step"])
-        for name, task in checkpoint["tasks"].items()
-        if task["best_step"] is not None and task["state"] in ALIVE
-    }
-    full = {
-        full_file(name, task["step"])
-        for name, task in checkpoint["tasks"].items()
-        if checkpoint["config"].get("method") == "full" and task["state"] in ALIVE
-    }
-    return frozenset(checkpoint["decisions"]["kept"].values()) | best | full
+    best = checkpoint.get("best")
+    if best is None:  # older versions did not say whose weights are kept
+        best = [best_file(name, task["best_step"]) for name, task in _alive(checkpoint) if task["best_step"]]
+    full = checkpoint["config"].get("method") == "full"
+    models = [full_file(name, task["step"]) for name, task in _alive(checkpoint) if full]
+    return frozenset([*checkpoint["decisions"]["kept"].values(), *best, *models])
+
+
+def _alive(checkpoint: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(name, task) for name, task in checkpoint["tasks"].items() if task["state"] in ALIVE]
 
 
 def finished_files(checkpoint: Mapping[str, Any]) -> frozenset[str]:
@@ -60,7 +59,7 @@ def lost_file(folder: RunFolder, checkpoint: Mapping[str, Any], longer: Collecti
     """
     try:
         for file in sorted(files_named(checkpoint)):
-            if file.endswith(".pt"):
+            if file.endswith(".pt") and ("best" in checkpoint or (folder.states / file).exists()):
                 check_tensors(folder.states / file)
         for path, size, checksum in _checksums(folder, checkpoint, longer):
             found = path.stat().st_size

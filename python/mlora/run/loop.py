@@ -529,6 +529,7 @@ class TrainingLoop:
             "sweep_inputs": dict(self._run.sweep_inputs),
             "total_steps": {task.name: task.total_steps for task in self._table.tasks},
             "tasks": {task.name: asdict(task.progress) for task in self._table.tasks},
+            "best": [best_file(t.name, t.kept_step) for t in self._table.alive() if t.kept_step is not None],
             "rounds": {**self._rounds.state(), "save_asked": self._save_asked},
         }
         states = ((task.name, self._engine.state_dict(task.name)) for task in self._table.admitted())

@@ -30,6 +30,7 @@ def test_one_adapter_is_ready(run: Run, tiny_base: Path, tmp_path: Path) -> None
 def test_defaults_of_evaluations_that_nobody_makes(run: Run, tiny_base: Path, tmp_path: Path) -> None:
     data = run_data(tiny_base, tmp_path)
     data["defaults"] |= {"eval_steps": 3, "early_stopping_patience": 2}
+    del data["adapters"][0]["eval_dataset"], data["adapters"][0]["eval_steps"]
     line = (
         "defaults: eval_steps, early_stopping_patience change nothing, since no adapter has an eval_dataset"
     )

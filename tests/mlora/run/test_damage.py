@@ -102,7 +102,7 @@ def interrupted(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         ],
     }
     run = folder / "run"
-    actions = {("best", 1): lambda: ask(run, "pause", "aside"), ("best", 5): interrupt}
+    actions = {("best", 1): lambda: ask(run, "pause", "aside"), ("best", 6): interrupt}
     assert train(resolve_config(data, folder=folder), reporter=Watching(actions)).status == "interrupted"
     return run
 
