@@ -8,6 +8,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
@@ -48,6 +50,12 @@ def _gpt_oss(**changes: Any) -> PreTrainedModel:
     return GptOssForCausalLM(GptOssConfig(**_SHAPE | shape | changes))
 
 
+def _llama4(**changes: Any) -> PreTrainedModel:
+    """A dense block and a block with a mixture, each of whose experts gets all rows."""
+    shape = {"num_local_experts": 4, "intermediate_size_mlp": 48, "head_dim": 8, "moe_layers": [1]}
+    return Llama4ForCausalLM(Llama4TextConfig(**_SHAPE | shape | changes))
+
+
 def _mixtral(**changes: Any) -> PreTrainedModel:
     return MixtralForCausalLM(MixtralConfig(**_SHAPE | {"num_local_experts": 4} | changes))
 
@@ -60,6 +68,7 @@ def _qwen3_moe(**changes: Any) -> PreTrainedModel:
 MIXTURES = {
     "deepseek_v3": _deepseek,
     "gpt_oss": _gpt_oss,
+    "llama4": _llama4,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
 }

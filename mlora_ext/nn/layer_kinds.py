@@ -9,7 +9,7 @@ from .adapter_layer import AdapterLayer
 from .embedding import MultiLoRAEmbedding
 from .linear import MultiLoRALinear
 from .over_module import OverModule
-from .parameters.experts import MultiLoRAExperts
+from .parameters.experts import MultiLoRAExperts, MultiLoRAGivenRows
 from .parameters.matrix import MultiLoRAMatrix
 from .trained.copies import TrainedCopies
 from .trained.row_head import TrainedRowsLinear
@@ -18,6 +18,7 @@ from .trained.task_heads import TaskHeads
 
 LAYER_KINDS: tuple[type[AdapterLayer], ...] = (
     MultiLoRALinear,
+    MultiLoRAGivenRows,
     MultiLoRAExperts,
     MultiLoRAEmbedding,
     TrainedRowsLinear,

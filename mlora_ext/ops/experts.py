@@ -38,6 +38,8 @@ def lora_experts(
     lora_b: Sequence[Tensor],
     experts: int,
     plan: PlanTensors,
+    *,
+    swapped: bool = False,
 ) -> Tensor:
     """Returns `y [S, O]`: the frozen product, and each pair's low-rank part on its own rows.
 
@@ -50,14 +52,18 @@ def lora_experts(
         lora_b: per adapter `[O, r_n · E]`, in PEFT's order.
         experts: E.
         plan: segments and scaling of the pairs `n · E + e`, without dropout.
+        swapped: whether `lora_a` holds PEFT's B `[D, r_n · E]` and `lora_b` PEFT's A `[r_n · E, O]`; a pair's
+            matrices are their transposes.
     """
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     backend = backend_for(x.device, x.dtype)
     if backend == "reference":
         with torch.autocast(x.device.type, enabled=False):
-            a = [part for one in lora_a for part in expert_parts(one, experts, transposed=False)]
-            b = [part for one in lora_b for part in expert_parts(one, experts, transposed=True)]
+            a = [part for one in lora_a for part in expert_parts(one, experts, transposed=swapped)]
+            b = [part for one in lora_b for part in expert_parts(one, experts, transposed=not swapped)]
+            if swapped:
+                a, b = [part.T for part in a], [part.T for part in b]
             y = frozen_linear(x, frozen)
             segments, scaling, *_ = plan
             assert segments is not None
@@ -67,7 +73,7 @@ def lora_experts(
     dtypes = {one.dtype for one in (*lora_a, *lora_b)}
     if len(dtypes) > 1 or not dtypes <= {x.dtype, torch.float32}:
         lora_a, lora_b = [one.to(x.dtype) for one in lora_a], [one.to(x.dtype) for one in lora_b]
-    call = _Call(frozen, experts, plan, backend)
+    call = _Call(frozen, experts, plan, backend, swapped)
     return _LoRAExperts.apply(dense_rows(x), call, *lora_a, *lora_b)  # type: ignore[no-any-return]
 
 
@@ -77,8 +83,13 @@ def hold_experts(
     lora_b: Sequence[nn.Parameter],
     experts: int,
     written: set[str],
+    *,
+    swapped: bool = False,
 ) -> HeldAdapters | None:
-    """Returns tables of the pairs, to whose gradients backward adds, or None, as `held.hold` does."""
+    """Returns tables of the pairs, to whose gradients backward adds, or None, as `held.hold` does.
+
+    For `swapped` see `lora_experts`.
+    """
     if not all(map(keeps_gradient, (*lora_a, *lora_b))):
         return None
     a, b = (
@@ -88,7 +99,7 @@ def hold_experts(
             transposed=transposed,
             gradients=[p.grad for p in every if p.grad is not None],
         )
-        for every, transposed in ((lora_a, False), (lora_b, True))
+        for every, transposed in ((lora_a, swapped), (lora_b, not swapped))
     )
     return HeldAdapters(names, Adapters(a, b), [written])
 
@@ -99,13 +110,14 @@ class _Call:
     experts: int
     plan: PlanTensors
     backend: Backend
+    swapped: bool
 
     def tables(self, parameters: Sequence[Tensor]) -> Adapters:
         """Returns the tables of A, the first half, and of B."""
         half = len(parameters) // 2
         return Adapters(
-            expert_factors(parameters[:half], self.experts, transposed=False),
-            expert_factors(parameters[half:], self.experts, transposed=True),
+            expert_factors(parameters[:half], self.experts, transposed=self.swapped),
+            expert_factors(parameters[half:], self.experts, transposed=not self.swapped),
         )
 
 
@@ -116,7 +128,7 @@ class _LoRAExperts(torch.autograd.Function):
     def forward(ctx: Any, x, call, *parameters):  # type: ignore[no-untyped-def]
         if isinstance(x, FakeTensor):
             y = call.frozen.matmul(x)
-            ranks = [one.shape[0] // call.experts for one in parameters[: len(parameters) // 2]]
+            ranks = [one.shape[call.swapped] // call.experts for one in parameters[: len(parameters) // 2]]
             saved: tuple[Tensor, ...] = (x.new_empty(len(x), max(ranks)),)
         else:
             y, saved = _forward(x, call, call.tables(parameters))

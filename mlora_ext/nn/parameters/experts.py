@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
@@ -31,6 +34,9 @@ class MultiLoRAExperts(ParameterLayer):
     @classmethod
     def serves(cls, module: nn.Module) -> bool:
         return isinstance(module, cls) or is_experts(module)
+
+    swapped = False
+    """Whether PEFT's A and B act on the outputs and the inputs of an expert, as in `lora_experts`."""
 
     @classmethod
     def candidates(cls, module: nn.Module) -> tuple[str, ...]:
@@ -62,32 +68,43 @@ class MultiLoRAExperts(ParameterLayer):
             RuntimeError: if another thread is inside a route.
         """
         given = hidden_states, top_k_index, top_k_weights
+        return self._routed(partial(self.base, *given), given)
+
+    def _routed(self, own: Callable[[], Tensor], given: tuple[Tensor, ...]) -> Tensor:
+        """Returns `own()`, or what adapters make of tensors `[T, ...]` with the batch's rows."""
         if self.group.adapters and self.router.observer is not None:
-            return self.router.observer.see(self.name, hidden_states, self.base(*given))
+            return self.router.observer.see(self.name, given[0], own())
         if self.group.adapters:
-            active, place, batch = self.router.tensors_for(self, hidden_states)
-            mixes = bool(active.names) or isinstance(hidden_states, FakeTensor)  # its own loop takes numbers
+            active, place, batch = self.router.tensors_for(self, given[0])
+            mixes = bool(active.names) or isinstance(given[0], FakeTensor)  # its own loop takes numbers
             if mixes and place is None:
-                return self._with_adapters(*given, active)
+                return self._with_adapters(active, *given)
             if mixes and place is not None:
                 first = [place.samples_first(one, batch) for one in given]
-                x, index, weights = (one.reshape(-1, one.shape[-1]) for one in first)
-                return place.as_before(self._with_adapters(x, index, weights, active).view(first[0].shape))
-        y: Tensor = self.base(*given)
-        return y
+                rows = (one.reshape(-1, one.shape[-1]) for one in first)
+                return place.as_before(self._with_adapters(active, *rows).view(first[0].shape))
+        return own()
 
-    def _with_adapters(self, x: Tensor, index: Tensor, weights: Tensor, active: RouteTensors) -> Tensor:
-        module, experts = self.base, self.base.num_experts
+    def _with_adapters(self, active: RouteTensors, x: Tensor, *choices: Tensor) -> Tensor:
+        experts, (index, weights) = self.base.num_experts, choices
         weights = weights.masked_fill(index >= experts, 0.0)
         index = index.clamp(max=experts - 1)
         rows = ExpertRows.sort(index, active.owners(), experts, len(active.names))
-        up, down = _projections(module)
-        hidden = self._project(up, rows.gather(x), rows, active)
-        hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
-        y = self._project(down, hidden, rows, active)
-        if getattr(module, "has_post_expert_norm", False):
-            y = module.post_expert_norm(y)
+        y = self._compute(rows.gather(x), rows, active)
         return (rows.scatter(y) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def _compute(self, x: Tensor, rows: ExpertRows, active: RouteTensors) -> Tensor:
+        """Returns `[S, D]`: the experts on sorted rows."""
+        up, down = self.candidates(self.base)
+        y = self._project(down, self._activate(self._project(up, x, rows, active)), rows, active)
+        if getattr(self.base, "has_post_expert_norm", False):
+            y = self.base.post_expert_norm(y)
+        return y
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        module = self.base
+        y: Tensor = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+        return y
 
     def _project(self, parameter: str, x: Tensor, rows: ExpertRows, active: RouteTensors) -> Tensor:
         """Returns `[S, O]`: one projection of the sorted rows, with the adapters that sit on it."""
@@ -102,8 +119,13 @@ class MultiLoRAExperts(ParameterLayer):
             ys = held and lora_linear_held(x, [frozen], [None], held, plan, self.router.updates)
             if ys:
                 return ys[0]
+        lora_a, lora_b = self._sides(parameter, names)
+        return lora_experts(x, frozen, lora_a, lora_b, self.base.num_experts, plan, swapped=self.swapped)
+
+    def _sides(self, parameter: str, names: tuple[str, ...]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Returns what acts on the inputs, and what makes the outputs."""
         lora_a, lora_b = self.matrices_of(parameter, names)
-        return lora_experts(x, frozen, lora_a, lora_b, self.base.num_experts, plan)
+        return (lora_b, lora_a) if self.swapped else (lora_a, lora_b)
 
     def _plan(
         self, scalings: dict[str, float | None], rows: ExpertRows, active: RouteTensors
@@ -129,10 +151,63 @@ class MultiLoRAExperts(ParameterLayer):
         kept, moves = self.tables_of(parameter)
 
         def make() -> HeldAdapters | None:
-            lora_a, lora_b = self.matrices_of(parameter, names)
-            return hold_experts(names, lora_a, lora_b, self.base.num_experts, self.written)
+            sides, experts = self._sides(parameter, names), self.base.num_experts
+            return hold_experts(names, *sides, experts, self.written, swapped=self.swapped)
 
         return kept.find(names, moves, make)
+
+
+class MultiLoRAGivenRows(MultiLoRAExperts):
+    """Llama 4's experts: rows come once for each expert, `[E · T, D]`, and weights are `[E, D, 2 I]`.
+
+    PEFT takes these weights for `[E, O, D]`: its B acts on an expert's inputs, its A on the outputs.
+    """
+
+    swapped = True
+
+    @classmethod
+    def serves(cls, module: nn.Module) -> bool:
+        return isinstance(module, cls) or any(
+            one.__name__ == "Llama4TextExperts" for one in type(module).__mro__
+        )
+
+    @classmethod
+    def candidates(cls, module: nn.Module) -> tuple[str, ...]:
+        return ("gate_up_proj", "down_proj")
+
+    @classmethod
+    def sizes(cls, module: nn.Module, parameter: str) -> tuple[int, int, int]:
+        experts, rows, columns = getattr(module, parameter).shape
+        return experts, columns, rows
+
+    def frozen_parameter(self, parameter: str, groups: Groups | None = None) -> ExpertsWeight:
+        return ExpertsWeight(self._parameters, parameter, transposed=True, groups=groups)
+
+    @never_compiled
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Applies each expert to its rows; shapes as in the class. Errors: see `MultiLoRAExperts.forward`."""
+        experts = self.base.num_experts
+        if not self.group.adapters:
+            y: Tensor = self.base(hidden_states)
+            return y
+
+        def rows_first(x: Tensor) -> Tensor:
+            return x.unflatten(0, (experts, -1)).transpose(0, 1).flatten(1)
+
+        y = self._routed(lambda: rows_first(self.base(hidden_states)), (rows_first(hidden_states),))
+        return y.unflatten(1, (experts, -1)).transpose(0, 1).flatten(0, 1)
+
+    def _with_adapters(self, active: RouteTensors, x: Tensor, *choices: Tensor) -> Tensor:
+        experts = self.base.num_experts
+        index = torch.arange(experts, device=x.device).expand(len(x), -1)
+        rows = ExpertRows.sort(index, active.owners(), experts, len(active.names))
+        y = self._compute(x.unflatten(1, (experts, -1)).flatten(0, 1)[rows.order], rows, active)
+        return rows.scatter(y).flatten(1).to(x.dtype)
+
+    def _activate(self, hidden: Tensor) -> Tensor:
+        gate, up = hidden.chunk(2, dim=-1)
+        y: Tensor = up * self.base.act_fn(gate)
+        return y
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -12,14 +12,14 @@ from ...adapters.lora_config import init_kind
 from ...adapters.registry import kind_for
 from ..linear import MultiLoRALinear
 from ..plain_linear import is_transposed
-from .experts import MultiLoRAExperts
+from .experts import MultiLoRAExperts, MultiLoRAGivenRows
 from .layer import ParameterLayer
 from .matrix import MultiLoRAMatrix
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-_KINDS: tuple[type[ParameterLayer], ...] = (MultiLoRAExperts, MultiLoRAMatrix)
+_KINDS: tuple[type[ParameterLayer], ...] = (MultiLoRAGivenRows, MultiLoRAExperts, MultiLoRAMatrix)
 
 
 def target_parameters(config: LoraConfig, modules: Iterable[tuple[str, nn.Module]]) -> dict[str, list[str]]:

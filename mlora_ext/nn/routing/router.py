@@ -115,6 +115,8 @@ class Router:
         self, layout: SegmentLayout, names: Sequence[str] | None, steps: Sequence[int] | None
     ) -> Route:
         """Returns a route over packed rows; raises ValueError if names or counts do not fit the layout."""
+        if not isinstance(layout, SegmentLayout):
+            raise ValueError(f"layout: expected a SegmentLayout, got a {type(layout).__name__}")
         if isinstance(names, str):
             raise ValueError(f"names: expected a list of adapters, got {names!r}; write [{names!r}]")
         if isinstance(steps, int):
