@@ -21,8 +21,9 @@ if not torch.cuda.is_available():
 from mlora_ext.backends import selection as backend
 from mlora_ext.library import LOADED
 
-# A shell starts background jobs with SIGINT ignored; here it works as in the foreground.
+# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP; here they work as in the foreground.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 RUN_SETS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"}

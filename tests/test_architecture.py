@@ -52,6 +52,17 @@ def test_the_check_of_layers_sees_what_it_forbids() -> None:
         layers.upward_imports({"attic": set(), "cli": {"attic"}})
 
 
+def test_no_base_brings_code() -> None:
+    """Transformers' Auto classes ask the user whether to run a base's own code, unless they are told."""
+    for path in layers.python_files(MLORA):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(called := node.func, ast.Attribute):
+                config = "GenerationConfig" in ast.unparse(called) or "HfQuantizer" in ast.unparse(called)
+                loads = called.attr in ("from_pretrained", "from_config") and not config
+                told = any(keyword.arg == "trust_remote_code" for keyword in node.keywords)
+                assert not loads or told or "PeftModel" in ast.unparse(called), f"{path}:{node.lineno}"
+
+
 def test_operator_package_needs_only_torch() -> None:
     allowed = {"torch", "triton", "mlora_ext", "__future__"}
     for path in (ROOT / "mlora_ext").rglob("*.py"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -81,4 +82,5 @@ def _too_slow(keys: tuple[str, ...], patterns: tuple[tuple[str, str], ...]) -> i
     begun = (
         done.stdout.split()
     )  # none: the process could not start, and PEFT matches the patterns as they are
-    return int(begun[-1]) - 1 if done.returncode and begun else None
+    limited = done.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+    return int(begun[-1]) - 1 if limited and begun else None

@@ -12,17 +12,24 @@ MOST = 256 << 20
 """Bytes of a text that is read as a whole: a tokenizer's is the largest."""
 
 
-def open_regular(path: Path | str, most: int | None = None) -> io.BufferedReader:
+def open_regular(path: Path | str, most: int | None = None, *, follow: bool = True) -> io.BufferedReader:
     """Opens a regular file for reading. A pipe would be waited for, and a device may never end.
 
     Args:
         path: of the file, or a link to it.
         most: the most bytes that it may have; None = any number.
+        follow: whether it may be a link.
 
     Raises:
         OSError: it cannot be opened, is no regular file, or has more bytes; `strerror` says so.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    links = 0 if follow else os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links)
+    except OSError as error:
+        if links and error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a link; put the file itself there", str(path)) from error
+        raise
     try:
         found = os.fstat(descriptor)
         if stat.S_ISDIR(found.st_mode):

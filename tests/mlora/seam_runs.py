@@ -10,7 +10,8 @@ from mlora.config.config_file import resolve_config
 from mlora.run.run import resume
 
 from tests.mlora.limited_runs import Watching, interrupt
-from tests.mlora.tiny_run import lines, run_data, weights
+from tests.mlora.stage_runs import by_adapter
+from tests.mlora.tiny_run import run_data, weights
 
 STAGES = [1, 2]
 
@@ -20,11 +21,6 @@ def data_of(base: Path, folder: Path, stages: int, **fields: Any) -> dict[str, A
     data = run_data(base, folder, pipeline={"stages": stages})
     data["adapters"][0] |= fields
     return data
-
-
-def by_adapter(run: Path) -> list[dict[str, Any]]:
-    """The metrics of a run; a signal lets evaluations of one group come after steps of another."""
-    return sorted(lines(run), key=lambda line: str(line["adapter"]))
 
 
 def train_and_resume(data: dict[str, Any], folder: Path) -> Path:
@@ -37,6 +33,6 @@ def train_and_resume(data: dict[str, Any], folder: Path) -> Path:
     assert result.status == "interrupted", told.lines
     assert list((cut / "checkpoints").glob("step-*.pt"))
     assert resume(cut).status == "finished"
-    assert by_adapter(cut) == by_adapter(whole)
+    assert by_adapter(cut) == by_adapter(whole)  # a signal lets evaluations wait for other groups' steps
     assert weights(cut) == weights(whole)
     return whole

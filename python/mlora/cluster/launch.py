@@ -27,7 +27,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from .processes import System
-from .signals import URGENT, ending
+from .signals import URGENT, Caught, ending
 from .world import SECRET
 
 _LOOK_AGAIN = 0.1  # seconds
@@ -43,10 +43,9 @@ def launch(stages: int, arguments: Sequence[str]) -> int:
 
     Signals that end a run are passed on to stage 0, which ends it in order, in whatever time it takes. A
     second SIGINT or SIGTERM is passed on too, and a few seconds later all remaining processes are killed.
-    When one process
-    has failed or stage 0 has ended, the others get some seconds to end. Processes that have not met the
-    failed one yet cannot see the failure. They are sent SIGTERM, as torchrun does; after a signal without
-    delay. However this process itself ends, the others end too.
+    When one process has failed or stage 0 has ended, the others get some seconds to end. Processes that have
+    not met the failed one yet cannot see the failure. They are sent SIGTERM, as torchrun does; after a signal
+    without delay. However this process itself ends, the others end too.
 
     Args:
         stages: number of processes.
@@ -85,10 +84,10 @@ def local_store() -> dist.TCPStore:
 @contextmanager
 def _signals_caught(processes: Sequence[Popen]) -> Iterator[list[int]]:
     """Inside `with`, collects the signals that end a run, and lets Ctrl-Z stop all processes."""
-    caught: list[int] = []
+    caught = Caught()
 
     def catch(number: int, frame: FrameType | None) -> None:
-        caught.append(number)
+        caught.note(number)
 
     def pause(number: int, frame: FrameType | None) -> None:
         for process in processes:
@@ -179,6 +178,7 @@ def _environments(stages: int, port: int) -> list[dict[str, str]]:
     """Returns each process's variables: torchrun's, the run's secret, and defaults that the user left."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
+        "NCCL_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(max(1, cores // stages)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # hides warnings of a lost store, which come with C++ stack traces
     }

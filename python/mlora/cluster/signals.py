@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,6 +17,30 @@ URGENT = (signal.SIGINT, signal.SIGTERM)
 """Of these two the second one does not wait for the checkpoint."""
 OTHERS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """A terminal that closes, and a cluster's scheduler that warns. They may come several times."""
+
+
+_ONE_SIGNAL = 1.0  # seconds
+
+
+class Caught(list[int]):
+    """The signals that a process has caught, in their order.
+
+    SIGINT and SIGTERM soon after the first of them are still that one: systemd and Slurm send it to all
+    processes of a job, and the launcher passes it on once more.
+    """
+
+    _first: float | None = None
+
+    def note(self, number: int) -> bool:
+        """Adds a signal, and returns whether it is a second SIGINT or SIGTERM."""
+        second, now = False, time.monotonic()
+        if number in URGENT:
+            second = self._first is not None
+            if self._first is not None and now - self._first < _ONE_SIGNAL:
+                return False
+            self._first = now
+        self.append(number)
+        return second
 
 
 class Interrupted(Exception):
@@ -52,19 +77,19 @@ def ending() -> list[int]:
 def ending_signals() -> Iterator[list[int]]:
     """Yields a list that collects the signals that end a run; outside the main thread, none.
 
-    After SIGINT or SIGTERM, the next one of these two acts as before. More of the others change nothing.
+    A second SIGINT or SIGTERM acts as before. More of the others change nothing.
     """
-    caught: list[int] = []
+    caught = Caught()
     if threading.current_thread() is not threading.main_thread():  # Python handles no signals there
         yield caught
         return
     before = {number: signal.getsignal(number) or signal.SIG_DFL for number in ending()}
 
     def catch(number: int, frame: FrameType | None) -> None:
-        caught.append(number)
-        if number in URGENT:
+        if caught.note(number):
             for other in URGENT:
                 signal.signal(other, before[other])
+            signal.raise_signal(number)
 
     for number in before:
         signal.signal(number, catch)
@@ -72,4 +97,6 @@ def ending_signals() -> Iterator[list[int]]:
         yield caught
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # more of a scheduler's warnings do not keep a stage from ending in order
+            warned = caught and number in OTHERS and handler is end_at_once
+            signal.signal(number, signal.SIG_IGN if warned else handler)

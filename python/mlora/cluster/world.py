@@ -43,7 +43,7 @@ class World:
     local_rank: int  # its number among those that its launcher started on this machine, which is its GPU
     store: dist.Store  # reaches all processes
     process: Process  # this one
-    secret: bytes = b""  # only the processes of this run know it
+    secret: bytes = field(default=b"", repr=False)  # only the processes of this run know it
     _own: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -143,6 +143,8 @@ class World:
             if time.monotonic() > deadline:
                 return [], [rank for rank, one in enumerate(found) if one is None]
             time.sleep(_LOOK_AGAIN)
+        for earlier in self._own.keys() - {keys[self.rank]}:  # all who are here have read those
+            del self._own[earlier]
         return [json.loads(one) for one in found if one is not None], []
 
     def _all_have_read(self, deadline: float) -> None:
@@ -158,8 +160,9 @@ class World:
 
 def _drawn_secret(store: dist.Store, rank: int) -> str:
     """Returns the secret that rank 0 draws, where the launcher gives none."""
-    if rank == 0:
-        store.set(SECRET, secrets.token_hex(32))
+    if rank == 0:  # another value there is a stranger's, and the others do not come up
+        store.set(SECRET, drawn := secrets.token_hex(32))
+        return drawn
     try:
         store.wait([SECRET], timedelta(seconds=_FIRST))
     except dist.DistStoreError as error:

@@ -171,7 +171,7 @@ def count_blocks(source: Source) -> int:
         config = source.config
     else:
         check_base(os.fspath(source))
-        config = AutoConfig.from_pretrained(os.fspath(source))
+        config = AutoConfig.from_pretrained(os.fspath(source), trust_remote_code=False)
     return int(config.get_text_config().num_hidden_layers)
 
 

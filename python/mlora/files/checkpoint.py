@@ -18,6 +18,20 @@ _OF_STATE = ("gradients", "units", "rows", "updates", "steps", "scaler")
 _OF_ADAPTER, _OF_MODEL = ("weights", "moments", "dropout_seed"), ("counts",)
 
 
+class _Group(BaseModel):
+    iteration: int = Field(ge=0)
+    tasks: list[str]
+    saves: bool
+
+
+class _Rounds(BaseModel):
+    """What `mlora.tasks.groups.Rounds.state` returns, and whether a callback asked for a checkpoint."""
+
+    settled: int = Field(ge=0)
+    groups: dict[int, _Group]
+    save_asked: bool
+
+
 class _Payload(BaseModel):
     """The part of a checkpoint that the run reads before its adapters read theirs."""
 
@@ -33,7 +47,8 @@ class _Payload(BaseModel):
     tasks: dict[str, dict[str, Any]]
     total_steps: dict[str, int]
     adapters: dict[str, dict[str, Any]]
-    rounds: dict[str, Any] = Field(default_factory=dict)
+    rounds: _Rounds | None = None
+    best: list[str] | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> _Payload:

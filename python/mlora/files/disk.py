@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from mlora.durable import NOT_SERVED, sync_path, write_whole
 from mlora.errors import RunError
+from mlora.regular_files import open_regular
 
 _PIECE = 1 << 20  # bytes of one read
 _NOT_A_FILE = "is a link or no regular file, and a run writes only into its own folder; remove it"
@@ -115,7 +116,7 @@ def _check(path: Path) -> None:
     """Raises an error unless a zip holds what was written; torch itself does not compare checksums."""
     import zipfile
 
-    with zipfile.ZipFile(path) as archive:
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
         # torch takes an entry with attributes for a folder, and leaves its tensor uninitialised
         if any(entry.external_attr for entry in archive.infolist()) or archive.testzip():
             raise EOFError
@@ -138,7 +139,7 @@ def _reading(path: Path) -> Iterator[None]:
 def checksum_of(path: Path, size: int | None = None) -> int:
     """Returns the CRC-32 of a file, or of its first `size` bytes. Raises OSError."""
     found = 0
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         left = os.fstat(file.fileno()).st_size if size is None else size
         while left and (piece := file.read(min(left, _PIECE))):
             found, left = zlib.crc32(piece, found), left - len(piece)

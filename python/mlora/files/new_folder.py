@@ -43,6 +43,8 @@ def new_folder(folder: Path, option: str) -> Iterator[Path]:
         scratch.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
+            if os.fstat(descriptor).st_uid != os.geteuid():  # its owner could put links there
+                raise RunError(f"{option}: {scratch} is another user's; choose another folder")
             if lock(descriptor, fcntl.LOCK_EX) is False:
                 raise RunError(f"{option}: another process is writing {folder}; wait for it")
             try:

@@ -26,6 +26,7 @@ from mlora.config.strict import shown
 from mlora.durable import sync, sync_path
 from mlora.errors import RunError, first_fault, first_line
 from mlora.files.disk import checksum_of, lock, open_appended, os_errors, remove, write_file
+from mlora.regular_files import MOST, open_regular
 from mlora.tasks.result import AdapterResult
 
 _OF_ADAPTER = r"(adapter_config\.json|adapter_model\.safetensors|labels\.json|quantization\.json|README\.md)"
@@ -378,7 +379,7 @@ def is_running(path: Path) -> bool | None:
     """Whether a process is at work on the run with this ``metrics.jsonl``; None if there are no locks."""
     with os_errors(f"{path}: cannot be read"):
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 had = lock(file.fileno(), fcntl.LOCK_SH)
         except FileNotFoundError:
             return False
@@ -389,7 +390,8 @@ def _content(path: Path) -> bytes | None:
     """Returns the content of a file, or None if it is missing."""
     with os_errors(f"{path}: cannot be read"):
         try:
-            return path.read_bytes()
+            with open_regular(path, MOST) as file:
+                return file.read()
         except FileNotFoundError:
             return None
 
@@ -401,7 +403,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def metrics_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yields what `read_metrics` returns, one line at a time: a long run's lines do not fit in memory."""
-    with os_errors(f"{path}: cannot be read"), suppress(FileNotFoundError), open(path, "rb") as file:
+    with os_errors(f"{path}: cannot be read"), suppress(FileNotFoundError), open_regular(path) as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
                 yield _metrics_line(line, f"{path}:{number}")

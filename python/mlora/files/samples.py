@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from mlora.durable import sync, sync_path
 from mlora.errors import RunError, first_fault
 from mlora.files.disk import open_appended, os_errors
+from mlora.regular_files import open_regular
 
 
 class _Sample(BaseModel):
@@ -59,7 +60,11 @@ def cut_samples(path: Path, size: int) -> None:
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """Reads ``samples.jsonl``, which may be missing, without an incomplete last line."""
     with os_errors(f"{path}: cannot be read"):
-        content = path.read_bytes() if path.exists() else b""
+        try:
+            with open_regular(path) as file:
+                content = file.read()
+        except FileNotFoundError:
+            content = b""
     records = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:

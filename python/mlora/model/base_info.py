@@ -53,7 +53,7 @@ class BaseInfo:
         except OSError as error:  # a name that is too long, a folder without permission
             raise RunError(f"base_model: {shown(name)} cannot be reached: {error.strerror}") from error
         try:
-            self.config: PretrainedConfig = AutoConfig.from_pretrained(name)
+            self.config: PretrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
         except (*UNREADABLE, StrictDataclassError) as error:
             whole = isinstance(error, StrictDataclassError)  # its first line does not say what is wrong
             reason = " ".join(str(error).split()) if whole else first_line(error)
@@ -111,7 +111,7 @@ class BaseInfo:
             said = f"base_model: cannot load the tokenizer of {self.name}"
             try:
                 with RustTold(said):
-                    self._tokenizer = AutoTokenizer.from_pretrained(self.name)
+                    self._tokenizer = AutoTokenizer.from_pretrained(self.name, trust_remote_code=False)
             except RunError:
                 raise
             except UNREADABLE as error:
@@ -154,7 +154,7 @@ class BaseInfo:
         from mlora_ext.nn.targets import target_layers
 
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(self.config)
+            skeleton = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
         try:
             layers = target_layers(skeleton, "lora", build_lora(lora))
         except ValueError as error:
@@ -178,7 +178,7 @@ def _digest_of(folder: Path) -> str:
         found.update(f"{path.name} {size} ".encode())
         count = math.ceil(_SAMPLE / _BLOCK * size / sum(sizes.values())) if size else 0
         step = max(_BLOCK, (size - _BLOCK) / max(1, count - 1))
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             for place in range(min(count, math.ceil(size / _BLOCK))):
                 file.seek(round(place * step))
                 found.update(file.read(_BLOCK))

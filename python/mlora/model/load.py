@@ -122,7 +122,10 @@ def _off_the_file(model: PreTrainedModel) -> None:
 
 def refuse_quantized(source: str, quantization: QuantizationConfig | None, what: str) -> None:
     """Raises ValueError if a base model is or would be quantised, which `what` does not serve."""
-    if quantization is not None or quantization_of(source, AutoConfig.from_pretrained(source)) is not None:
+    if (
+        quantization is not None
+        or quantization_of(source, AutoConfig.from_pretrained(source, trust_remote_code=False)) is not None
+    ):
         raise ValueError(f"{what} does not serve a quantized base model")
 
 

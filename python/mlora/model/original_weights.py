@@ -28,7 +28,7 @@ def original_weights(
         ValueError: the source holds quantised weights or no safetensors, or cannot be read; in one line.
     """
     with told_in_one_line(source):
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     said = quantization_of(source, config)
     if said is not None:
         raise ValueError(quantized_already(source, said["quant_method"]))

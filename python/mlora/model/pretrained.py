@@ -58,7 +58,7 @@ def load_whole(
         more["config"] = config
     with told_in_one_line(source):
         found: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, **more
+            source, dtype=dtype, output_loading_info=True, trust_remote_code=False, **more
         )
     model, loaded = found
     refuse_missing(source, sorted(loaded["missing_keys"]))
@@ -74,12 +74,12 @@ def skeleton(source: str, dtype: torch.dtype) -> PreTrainedModel:
     check_base(source)
     config = _config(source)
     with told_in_one_line(source):
-        return _empty(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype))
+        return _empty(lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False))
 
 
 def _config(source: str) -> Any:
     with told_in_one_line(source):
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         _check_decoder(config)
     quantization_of(source, config)
     return config

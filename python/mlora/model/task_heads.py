@@ -98,7 +98,7 @@ def head_place(config: Any, lora: LoraConfig) -> HeadPlace:
     causal: Any = transformers.AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            classifier, base = auto.from_config(config), causal.from_config(config)
+            classifier, base = (one.from_config(config, trust_remote_code=False) for one in (auto, causal))
     except ValueError as error:
         raise ValueError(f"task_type={task}: {config.model_type} has no {_CLASSES[task]}") from error
     names = [n for n in task_heads(lora) if isinstance(getattr(classifier, n, None), nn.Linear)]

@@ -7,6 +7,7 @@ and twice the processor time.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import selectors
 import socket
@@ -14,8 +15,10 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from itertools import islice
+from threading import Event
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +28,7 @@ from ..cluster.world import PeerError, World, stages_have
 _HELLO = struct.Struct("<32sq")  # the wire's token, and the source's rank
 _HELLO_SECONDS = 5.0
 _LOOK_AGAIN = 0.1  # seconds
+_MOST_CALLERS = 64  # that have not said who they are
 _MOST_PARTS = 1024  # of one call, limits.h: UIO_MAXIOV
 # seconds; notices a neighbour's machine that vanished, and keeps idle connections open in the network.
 # No TCP_USER_TIMEOUT: it would also end the connections of a run that is suspended for that long
@@ -85,19 +89,23 @@ def connect(world: World, pairs: Sequence[tuple[int, int]], timeout: float) -> d
         RuntimeError: this process cannot listen.
     """
     host, everywhere = _own_address(world.store)
-    with closing(_listener("" if everywhere else host)) as listener:
-        port = listener.getsockname()[1]
-        # "": its own address is loopback only, so others call it by the store's host name
-        addresses = world.gather("wires", ["" if everywhere else host, port], timeout)
-        deadline = time.monotonic() + timeout
-        wires = {
-            (world.rank, target): _call(world, target, addresses[target], deadline)
-            for source, target in pairs
-            if source == world.rank
-        }
-        awaited = {source for source, target in pairs if target == world.rank}
-        wires |= _awaited(world, listener, awaited, deadline)
-    return wires
+    awaited = {source for source, target in pairs if target == world.rank}
+    with closing(_listener("" if everywhere else host)) as listener, ThreadPoolExecutor(1) as thread:
+        port, given_up = listener.getsockname()[1], Event()
+        # it hears callers from the start: strangers could fill the queue of those that wait
+        heard = thread.submit(_awaited, world, listener, awaited, time.monotonic() + 2 * timeout, given_up)
+        try:
+            # "": its own address is loopback only, so others call it by the store's host name
+            addresses = world.gather("wires", ["" if everywhere else host, port], timeout)
+            deadline = time.monotonic() + timeout
+            wires = {
+                (world.rank, target): _call(world, target, addresses[target], deadline)
+                for source, target in pairs
+                if source == world.rank
+            }
+            return wires | heard.result()
+        finally:
+            given_up.set()
 
 
 def _call(world: World, target: int, address: Sequence[object], deadline: float) -> Wire:
@@ -113,7 +121,7 @@ def _call(world: World, target: int, address: Sequence[object], deadline: float)
 
 
 def _awaited(
-    world: World, listener: socket.socket, sources: set[int], deadline: float
+    world: World, listener: socket.socket, sources: set[int], deadline: float, given_up: Event
 ) -> dict[tuple[int, int], Wire]:
     wires: dict[tuple[int, int], Wire] = {}
     port = listener.getsockname()[1]
@@ -121,7 +129,7 @@ def _awaited(
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         try:
-            while sources:
+            while sources and not given_up.is_set():
                 if time.monotonic() > deadline:
                     raise PeerError(f"{stages_have(sorted(sources))} not connected in time")
                 for connection, hello in _heard(selector, listener, world.rank):
@@ -142,12 +150,13 @@ def _heard(
     selector: selectors.BaseSelector, listener: socket.socket, own: int
 ) -> Iterator[tuple[socket.socket, bytes]]:
     """Yields callers with what they have said: all of it, or too little after some seconds.
-    All are listened to side by side, so that none holds up another."""
+    All are listened to side by side, so that none holds up another. Of too many, the oldest have to go."""
     selector.select(_LOOK_AGAIN)
     now = time.monotonic()
     for caller in _accepted(listener, own):
         selector.register(caller, selectors.EVENT_READ, (bytearray(), now + _HELLO_SECONDS))
-    for key in list(selector.get_map().values()):
+    keys = list(selector.get_map().values())  # in the order in which they came; the listener is the first
+    for place, key in enumerate(keys):
         connection = key.fileobj
         if connection is listener or not isinstance(connection, socket.socket):
             continue
@@ -160,19 +169,21 @@ def _heard(
             ended = False
         except OSError:
             ended = True
-        if ended or now > until:
+        if ended or now > until or len(keys) - place > _MOST_CALLERS:
             selector.unregister(connection)
             yield connection, bytes(hello)
 
 
 def _accepted(listener: socket.socket, own: int) -> Iterator[socket.socket]:
-    """Yields the connections that wait at a listener, in non-blocking mode."""
-    while True:
+    """Yields connections that wait at a listener, in non-blocking mode; not too many at once."""
+    for _ in range(_MOST_CALLERS):
         try:
             connection, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # those that are heard now make room
+                return
             raise RuntimeError(f"stage {own} cannot accept connections: {error.strerror or error}") from error
         connection.setblocking(False)
         yield connection

@@ -11,6 +11,7 @@ from pydantic_core import from_json
 
 from mlora.errors import RunError, first_line
 from mlora.files.disk import os_errors
+from mlora.regular_files import open_regular
 
 SHOWN = 24  # micro-batches of the first stage, forward and backward
 MOST = 1500  # spans of all stages
@@ -46,8 +47,8 @@ def read_timeline(path: Path) -> Timeline | None:
     """Reads a window from the middle of a ``trace.json``; None if there is none, or nothing was computed."""
     if not path.exists():
         return None
-    with os_errors(f"{path}: cannot be read"):
-        content = path.read_bytes()
+    with os_errors(f"{path}: cannot be read"), open_regular(path) as file:
+        content = file.read()
     try:
         return window_of(from_json(content)["traceEvents"])
     except (ValueError, LookupError, ArithmeticError, TypeError, AttributeError) as error:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
+from mlora.cluster.signals import Interrupted
 from mlora.config.run_config import RunConfig
 from mlora.files.checkpoint import FORMAT
 from mlora.queue.task_queue import TaskQueue
@@ -170,20 +172,25 @@ class Decisions:
         unfit = again["unfit"] if again else None
         behind = self._sweep.judge() if self._sweep else []
         for request in self._queue.requests(self.taken):
-            if again is None or request.number <= again["taken"]:
-                self.taken = request.number
-                self._table.take(request, unfit)
-            else:
+            if self._table.stopping() if again is None else request.number > again["taken"]:
                 self._asked = True
+                break
+            try:
+                self._table.take(request, unfit)
+            except Interrupted:
+                self._asked = True
+                break
+            self.taken = request.number
         proposals: Iterable[Proposal] = ()
         if again is not None:
             proposals = [Proposal(**values) for values in again["proposals"]]
         elif self._sweep:
             proposals = self._sweep.proposals(behind)
         proposed = []
-        for proposal in proposals:  # each may depend on the one before
-            self._table.accept(proposal, unfit)
-            proposed.append(asdict(proposal))
+        with suppress(Interrupted):
+            for proposal in proposals:  # each may depend on the one before
+                self._table.accept(proposal, unfit)
+                proposed.append(asdict(proposal))
         admission = self._admission(again)
         if again is None:
             entry = {**self._entry(admission), "proposals": proposed, "at_once": at_once}

@@ -78,6 +78,7 @@ class TrainingLoop:
     def train(self, caught: Sequence[int]) -> None:
         """Iterates until no task runs or a signal was caught, then writes a durable checkpoint."""
         self._caught = caught
+        self._table.stopping = lambda: bool(caught)
         self._write_summary("running")
         try:
             self._begin(self._table.admitted())
@@ -109,7 +110,7 @@ class TrainingLoop:
 
     def _plan_activations(self) -> None:
         """Lets each stage plan what becomes of its activations, if the config leaves that to it."""
-        if self._planned or not self._rounds.groups:
+        if self._planned or self._caught or not self._rounds.groups:
             return
         # the gradients that a task has accumulated would be lost
         tasks = [task for task in self._rounds.groups[0].running() if not task.progress.open_units]

@@ -153,7 +153,7 @@ def prepare(
             raise RunError(_NOTHING)
         unless_prepared.pop_all()
     iteration, seconds = (checkpoint["iteration"], checkpoint["seconds"]) if checkpoint else (0, 0.0)
-    data, rounds = (checkpoint["data"], checkpoint.get("rounds", {})) if checkpoint else ({}, {})
+    data, rounds = (checkpoint["data"], checkpoint.get("rounds") or {}) if checkpoint else ({}, {})
     facts = (iteration, seconds, loaded, placed, sweep_inputs, data, rounds)
     return Prepared(config, base, engine, table, decisions, *facts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlora.cluster.signals import Interrupted
 from mlora.config.lora_fields import lora_warnings
 from mlora.config.sweep_config import is_trial
 from mlora.engine.engine import Engine
@@ -58,6 +59,8 @@ class TaskTable:
         self._waited: list[str] = []
         self._left: list[str] = []
         self._stopped: list[Task] = []  # on request; `carry_out` saves them
+        self.stopping: Callable[[], bool] = lambda: False
+        """Whether a signal asks the run to end: then the resume takes what is left to take."""
 
     @property
     def warnings(self) -> list[str]:
@@ -222,6 +225,10 @@ class TaskTable:
                     check_loss(adapter.objective)
                 task = self._builder.build(adapter, datasets)
             except RunError as error:
+                if self.stopping():  # a signal to all processes of a job ends those that tokenise, too
+                    if unfit is None:
+                        raise Interrupted from error
+                    raise  # the journal says that it was taken
                 self.refuse(name, str(error))
         if self.sweep and "trial" in content:
             self.reporter.note(f"{name}: {self.sweep.begun(content['trial'], task)}")

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlora.errors import RunError, first_fault, first_line
 from mlora.files.disk import os_errors
+from mlora.regular_files import open_regular
 from mlora.simulate.workload import SimulatedLink, StageTime
 
 
@@ -67,8 +68,8 @@ class StageTimes(BaseModel):
 
 def read_times(path: Path) -> StageTimes:
     """Reads a JSON file of measured times; RunError if it cannot be read or holds something else."""
-    with os_errors(f"{path}: cannot be read"):
-        data = path.read_bytes()
+    with os_errors(f"{path}: cannot be read"), open_regular(path) as file:
+        data = file.read()
     try:
         content = json.loads(data.decode())
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,11 @@
 """Commands that look at a foreign config or run: they run none of its code."""
 
+import builtins
+import json
 import shutil
 from pathlib import Path
 
+import pytest
 import yaml
 from command_line import Run
 from tiny_run import run_data, write_run
@@ -54,3 +57,36 @@ def test_looking_runs_no_code(run: Run, trained: Path, tiny_base: Path, tmp_path
     assert not marker.exists()
     assert run("validate", path, "--run-code").exit_code == 0
     assert marker.exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_no_command_runs_a_bases_code(
+    run: Run, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Transformers would ask whether to run it, and take an answer from standard input."""
+    monkeypatch.setattr(builtins, "input", lambda prompt="": "y")
+    base, marker = shutil.copytree(tiny_base, tmp_path / "base"), tmp_path / "ran"
+    (base / "own.py").write_text(EVIL.format(marker=str(marker)))
+    own = {
+        "config.json": {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}},
+        "tokenizer_config.json": {
+            "tokenizer_class": "Own",
+            "auto_map": {"AutoTokenizer": ["own.Own", None]},
+        },
+    }[file]
+    held = json.loads((base / file).read_text())
+    (base / file).write_text(json.dumps(held | own))
+    data = run_data(base, tmp_path)
+    data["datasets"][0] |= {"path": str(tmp_path / "texts.jsonl"), "format": "text"}
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    path = write_run(tmp_path, data)
+    for arguments in (
+        ("validate", path),
+        ("validate", path, "--run-code"),
+        ("data", "show", path),
+        ("train", path),
+    ):
+        said = run(*arguments)
+        assert file == "tokenizer_config.json" or said.exit_code != 0
+        assert "Traceback" not in said.stderr
+    assert not marker.exists()

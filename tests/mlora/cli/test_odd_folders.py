@@ -1,6 +1,7 @@
 """A run's folder whose files were changed in any way: one line or a result, never a traceback."""
 
 import json
+import os
 import random
 import shutil
 import sqlite3
@@ -108,3 +109,30 @@ def test_no_change_of_a_file_ends_in_a_traceback(
             assert result.exit_code == (1 if "error: " in result.stderr else 0), (number, result.stderr)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         shutil.rmtree(folder)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["pipe", "endless"])
+def test_files_that_are_none(run: Run, trained: Path, files: list[Path], tmp_path: Path, kind: str) -> None:
+    """A pipe would be waited for, and a device be read until memory ends. Calls raise the unexpected."""
+    folder = shutil.copytree(trained, tmp_path / "run")
+    for path in files:
+        (folder / path).rename(tmp_path / "kept")
+        os.mkfifo(folder / path) if kind == "pipe" else (folder / path).symlink_to("/dev/zero")
+        out = tmp_path / "out"
+        for arguments in (["status"], ["report"], ["export", "first", "--output", out], ["resume"]):
+            result = run(arguments[0], folder, *arguments[1:])
+            assert result.exit_code == (1 if "error: " in result.stderr else 0), (path, result.stderr)
+        shutil.rmtree(out, ignore_errors=True)
+        (tmp_path / "kept").replace(folder / path)
+
+
+def test_an_export_copies_no_links(run: Run, trained: Path, tmp_path: Path) -> None:
+    """A foreign run must not put a private file into what its reader publishes."""
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "private").write_text("{}")
+    (folder / "adapters" / "first" / "labels.json").symlink_to(tmp_path / "private")
+    result = run("export", folder, "first", "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "labels.json" in result.stderr or "is a link" in result.stderr
+    assert not (tmp_path / "out").exists()

@@ -68,6 +68,19 @@ if not rank:
     (folder / "checkpoint").touch()
 sys.exit(128 + caught[0] if caught else 0)
 """
+JOB = """
+from mlora.cluster.signals import ending, ending_signals
+if rank:
+    for number in ending():
+        signal.signal(number, signal.SIG_IGN)
+with ending_signals() if not rank else open(os.devnull) as caught:
+    (folder / f"{rank}.ready").touch()
+    while not (rank or caught) and not (folder / "checkpoint").exists():
+        time.sleep(0.02)
+    time.sleep(1.0)
+    (folder / "checkpoint").touch()
+sys.exit(0 if rank else 128 + caught[0])
+"""
 HANGS = """
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 (folder / f"{rank}.ready").touch()
@@ -127,12 +140,23 @@ def test_first_signal_ends_the_run_in_order(tmp_path: Path, body: str) -> None:
     assert (tmp_path / "checkpoint").exists()
 
 
+def test_a_signal_to_all_processes_of_a_job_is_one(tmp_path: Path) -> None:
+    """systemd and Slurm send it to each; the launcher passes it on to stage 0 as well."""
+    with launched(tmp_path, JOB) as process:
+        assert are_ready(tmp_path), process.end(1)
+        for pid in pids(tmp_path):
+            os.kill(pid, signal.SIGTERM)
+        process.signal(signal.SIGTERM)
+        assert process.end() == (128 + signal.SIGTERM, "", "")
+    assert (tmp_path / "checkpoint").exists()
+
+
 @pytest.mark.nightly
 def test_second_signal_kills(tmp_path: Path) -> None:
     with launched(tmp_path, HANGS) as process:
         assert are_ready(tmp_path)
         process.signal(signal.SIGINT)
-        time.sleep(1)
+        time.sleep(2)
         assert process.code is None
         process.signal(signal.SIGINT)
         code, _, error = process.end(15)

@@ -128,3 +128,14 @@ def test_a_killed_process_is_in_nobodys_way(tmp_path: Path) -> None:
     write(out)
     assert names(tmp_path) == ["out"]
     assert names(out) == ["a"]
+
+
+def test_a_scratch_folder_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner could put links there."""
+    (tmp_path / ".out.unfinished").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(RunError, match=r"\.out\.unfinished is another user's; choose another folder"):
+        write(tmp_path / "out")
+    assert names(tmp_path) == [".out.unfinished"]

@@ -1,5 +1,6 @@
 """A wire brings every byte, tells of its end, and is not shared with strangers."""
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from mlora.cluster.processes import Process
 from mlora.cluster.world import PeerError, World
 from mlora.pipeline.wire import Wire, _token, connect
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from tests.mlora.stages import until
 
 
 @pytest.fixture
@@ -92,8 +95,8 @@ def world(rank: int, store: Store) -> World:
 class Meeting:
     """Process 1 waits for process 0, in a thread, and strangers come before."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, timeout: float = 2.0) -> None:
+        self.store, self.timeout = store, timeout
         self.found: dict[tuple[int, int], Wire] = {}
         self.error: PeerError | None = None
         self.thread = threading.Thread(target=self._run)
@@ -101,7 +104,7 @@ class Meeting:
 
     def _run(self) -> None:
         try:
-            self.found = connect(world(1, self.store), [(0, 1)], 2.0)
+            self.found = connect(world(1, self.store), [(0, 1)], self.timeout)
         except PeerError as error:
             self.error = error
 
@@ -129,6 +132,20 @@ def test_strangers_are_sent_away() -> None:
     for stranger in strangers[::2]:
         assert stranger.recv(1) == b""
         stranger.close()
+
+
+def test_many_strangers_keep_nobody_out() -> None:
+    """More than wait at a listener; they come before process 0 does."""
+    meeting = Meeting(store := HashStore(), 60.0)
+    assert until(lambda: store.check(["wires/1"]))
+    host, port = json.loads(world(0, store).values(["wires/1"])[0] or "")
+    strangers = [socket.create_connection((host, port), 20) for _ in range(300)]
+    wire = connect(world(0, store), [(0, 1)], 60.0)[0, 1]
+    meeting.thread.join(60)
+    wire.send([torch.tensor([7], dtype=torch.uint8)])
+    assert received(meeting.found[0, 1], 1).tolist() == [7]
+    for one in (*strangers, wire, meeting.found[0, 1]):
+        one.close()
 
 
 @pytest.mark.parametrize("comes", [False, True])

@@ -8,15 +8,19 @@ from pkgutil import resolve_name
 from typing import Any
 
 import pytest
-from mlora.cluster.signals import OTHERS, URGENT
+from mlora.cluster.signals import OTHERS, URGENT, Caught
+from mlora.config.adapter_config import AdapterConfig
 from mlora.config.config_file import resolve_config
 from mlora.engine.batcher import Batcher
 from mlora.engine.engine import Engine
+from mlora.errors import RunError
 from mlora.files import checkpoint_writer
 from mlora.model import generation
 from mlora.run.run import resume, train
+from mlora.tasks.task import Task, TaskBuilder
 from tiny_run import lines, run_data, weights, write_jsonl, write_run
 
+from tests.mlora.limited_runs import Watching, ask, submission
 from tests.mlora.stage_runs import by_adapter, commands
 
 SIGNALS = [*URGENT, *OTHERS]
@@ -208,6 +212,39 @@ def test_a_second_warning_does_not_hurry_the_checkpoint(
     monkeypatch.setattr(checkpoint_writer, "save_checkpoint", plain)
     assert resume(tmp_path / "run").exit_code == 0
     assert weights(tmp_path / "run") == weights(folder / "whole")
+
+
+@pytest.mark.parametrize("whole", [1], indirect=True)
+def test_a_task_that_a_signal_keeps_from_being_read_waits(
+    whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal reaches all processes of a job, and so ends those that tokenise a submitted task's data."""
+    _, data, folder = whole
+    run, plain = tmp_path / "run", TaskBuilder.build
+    late = submission(data, folder, "late")
+
+    def build(self: TaskBuilder, adapter: AdapterConfig, *rest: Any, **more: Any) -> Task:
+        if adapter.name == "late":
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RunError("a process that tokenises has ended")
+        return plain(self, adapter, *rest, **more)
+
+    monkeypatch.setattr(TaskBuilder, "build", build)
+    told = Watching({("first", 1): lambda: ask(run, "submit", "late", late)})
+    config = resolve_config(data | {"output_dir": str(run)}, folder=folder)
+    assert train(config, reporter=told).exit_code == 128 + signal.SIGTERM
+    monkeypatch.setattr(TaskBuilder, "build", plain)
+    assert {name: one.state for name, one in resume(run).adapters.items()} == dict.fromkeys(
+        [*(adapter["name"] for adapter in data["adapters"]), "late"], "finished"
+    )
+
+
+def test_the_same_signal_within_a_second_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    caught, times = Caught(), iter([0.0, 0.2, 0.3, 1.5])
+    monkeypatch.setattr("mlora.cluster.signals.time.monotonic", lambda: next(times))
+    coming = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTERM]
+    assert [caught.note(number) for number in coming] == [False, False, False, True]
+    assert caught == [signal.SIGTERM, signal.SIGHUP, signal.SIGTERM]
 
 
 def cases() -> Iterator[Any]:

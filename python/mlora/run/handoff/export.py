@@ -67,6 +67,8 @@ def export_adapter(
     adapter = named_adapter(folder, adapters, name)
     ending = ("" if checkpoint is None else f"-checkpoint-{checkpoint}") + ("-portable" if portable else "")
     target = folder.path / "exports" / f"{name}{ending}" if output is None else Path(output).absolute()
+    if output is None and target.parent.is_symlink():
+        raise RunError(f"{target.parent}: is a link; give a folder with --output")
     check_new(target, "--output")
     found = find_weights(folder, name, checkpoint)
     with new_folder(target, "--output") as scratch:

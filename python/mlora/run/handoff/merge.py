@@ -139,7 +139,7 @@ def _load(config: RunConfig, base: BaseInfo, lora: LoraConfig) -> PreTrainedMode
         more["key_mapping"] = {rf"^{own}\.": f"{theirs}."}
     with told_in_one_line(config.base_model):
         kind: Any = getattr(transformers, _CLASSES[task])
-        model = kind.from_pretrained(config.base_model, dtype="auto", **more)
+        model = kind.from_pretrained(config.base_model, dtype="auto", trust_remote_code=False, **more)
     if model.config.pad_token_id is None:  # by which a classifier finds the last token of a padded sequence
         with contextlib.suppress(RunError):
             tokenizer = base.tokenizer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from mlora.files.disk import os_errors
 from mlora.model.base_info import DIGEST, BaseInfo
 from mlora.model.pretrained import skeleton
 from mlora.model.stored_quantization import write_quantization
+from mlora.regular_files import open_regular
 from mlora.run.handoff.adapters import FoundWeights, RunAdapter
 from mlora.tasks.task import TaskBuilder
 from mlora_ext.adapters.trained_parts import task_heads
@@ -47,8 +49,9 @@ def write_peft_folder(config: RunConfig, adapter: RunAdapter, found: FoundWeight
         with os_errors(f"{folder}: cannot be saved"):
             folder.mkdir(parents=True, exist_ok=True)
             for file in (found.folder / name for name in FILES):
-                if file.is_file():
-                    shutil.copyfile(file, folder / file.name)
+                if os.path.lexists(file):
+                    with open_regular(file, follow=False) as whole, open(folder / file.name, "xb") as copy:
+                        shutil.copyfileobj(whole, copy)
         return
     try:
         with warnings.catch_warnings():
