@@ -243,24 +243,27 @@ def test_a_folder_of_data_files(tmp_path: Path) -> None:
     [
         (
             {"a.jsonl": '{"text": "a"}', "b.jsonl": '{"text": "b", "more": 1}'},
-            "Couldn't cast text: string more: int64 to {'text': Value('string')} because column names don't",
+            r"Couldn't cast text: string more: int64 to|new columns \(\{'more'\}\)",
         ),
         (
             {"a.jsonl": '{"text": "a"}', "b.jsonl": '{"text": ["b"]}'},
             "Couldn't cast array of type list<item: string> to string; if its files have unlike columns",
         ),
-        ({"a.csv": "text,label\na,1\n", "b.csv": "text,label\na,x\n"}, "label: int64 vs text: large_string"),
+        (
+            {"a.csv": "text,label\na,1\n", "b.csv": "text,label\na,x\n"},
+            "label: int64 vs text: large_string|'x' as a scalar of type int64",
+        ),
     ],
     ids=["another column", "another type", "CSV"],
 )
 def test_a_folder_of_unlike_files(files: dict[str, str], message: str, tmp_path: Path) -> None:
-    """All of what `datasets` says, in one line; a list of the same files is read."""
+    """All that `datasets` says, in one line; it differs by version. A list of the same files is read."""
     (folder := tmp_path / "files").mkdir()
     for name, content in files.items():
         (folder / name).write_text(content)
     with pytest.raises(RunError) as error:
         list(Source(str(folder)).rows())
-    assert message in str(error.value)
+    assert re.search(message, str(error.value))
     assert "list them in `path`" in str(error.value)
     assert len(str(error.value).splitlines()) == 1
     assert all(len(list(Source(str(folder / name)).rows())) == 1 for name in files)
