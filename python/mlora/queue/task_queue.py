@@ -119,7 +119,7 @@ class TaskQueue:
         self._seen = -1
         self._locks = is_running(path.with_name("metrics.jsonl")) is not None
         if path.is_symlink():
-            raise RunError(f"{path}: is a link; remove it")
+            raise RunError(f"{path}: is a link; put the file itself there")
         with self._told():
             locks = "" if self._locks else "?vfs=unix-dotfile"  # takes a folder queue.sqlite.lock for a lock
             address = f"{path.absolute().as_uri()}{locks}"
