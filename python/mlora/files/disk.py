@@ -18,7 +18,9 @@ from mlora.errors import RunError
 from mlora.regular_files import open_regular
 
 _PIECE = 1 << 20  # bytes of one read
-_NOT_A_FILE = "is a link or no regular file; a run writes only into its own folder, so put the file itself there"
+_NOT_A_FILE = (
+    "is a link or no regular file; a run writes only into its own folder, so put the file itself there"
+)
 
 
 @contextmanager
