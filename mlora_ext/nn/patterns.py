@@ -79,8 +79,7 @@ def _too_slow(keys: tuple[str, ...], patterns: tuple[tuple[str, str], ...]) -> i
     told = json.dumps([("", keys), *patterns])
     command = [sys.executable, "-I", "-S", "-c", _TRIAL]
     done = subprocess.run(command, input=told, stdout=subprocess.PIPE, encoding="ascii", check=False)
-    begun = (
-        done.stdout.split()
-    )  # none: the process could not start, and PEFT matches the patterns as they are
+    # without a number the process could not start, and PEFT matches the patterns as they are
+    begun = done.stdout.split()
     limited = done.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
     return int(begun[-1]) - 1 if limited and begun else None
