@@ -1,9 +1,13 @@
-"""What in the base model looks at the whole batch: batch normalisation, and experts of limited capacity."""
+"""What in the base model looks at the whole batch: batch normalisation, limited experts, routers' losses."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
+from .routing.route import Route
 from .warn_caller import warn_caller
 
 
@@ -77,4 +81,28 @@ def warn_of_whole_batches(model: nn.Module, stopped: int) -> None:
             "the experts of this model take a number of tokens that depends on the whole batch, so that one "
             "sample's results depend on the others, whatever their adapters; train adapters in batches of "
             "their own if that matters"
+        )
+
+
+def adds_router_loss(config: Any, asked: bool | None = None) -> bool:
+    """Returns whether a model of Transformers adds its routers' auxiliary loss to that of its labels.
+
+    It is computed from the tokens of all samples in a batch. `asked`: the call's own `output_router_logits`.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if asked is None:
+        asked = any(getattr(part, "output_router_logits", False) for part in (config, text))
+    return bool(asked) and getattr(text, "router_aux_loss_coef", None) != 0
+
+
+def refuse_router_loss(model: nn.Module, route: Route, kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError for a call whose loss would let one adapter's tokens act on another's gradients."""
+    config = getattr(model, "config", None)
+    if config is None or kwargs.get("labels") is None or not route.mixed:
+        return
+    if adds_router_loss(config, kwargs.get("output_router_logits")):
+        raise ValueError(
+            "output_router_logits: with labels it adds the routers' auxiliary loss, which is computed from "
+            "all tokens of the batch, so one adapter's samples would change another's gradients; pass "
+            "output_router_logits=False, or give each adapter a batch of its own"
         )

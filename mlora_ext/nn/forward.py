@@ -13,6 +13,7 @@ from torch import nn
 
 from ..never_compiled import never_compiled
 from .active_adapters import refuse_bypassed_head
+from .batch_statistics import refuse_router_loss
 from .routing import locate, selected_rows
 from .routing.locate import contents_of, rows_per_sample
 from .routing.route import Route
@@ -101,6 +102,7 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     target = route or router.active
     if target is not None and batch is not None:
         locate.locate(router, target, model, (args, kwargs), contents)
+        refuse_router_loss(model, target, kwargs)
     samples, each = (1, None) if batch is None else (batch.shape[0], rows_per_sample(batch))
     router.begin_call(route, samples, None if each is None else samples * each)
     return args, kwargs

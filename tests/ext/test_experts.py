@@ -4,6 +4,7 @@ import copy
 from pathlib import Path
 
 import pytest
+import torch
 from models import VOCABULARY, token_ids
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -90,3 +91,34 @@ def test_what_peft_refuses(build, targets: str | list[str] | None, message: str)
     with pytest.raises(ValueError, match=f"adapter 'a': target_modules.*{message}"):
         mx.convert_model(model, {"a": LoraConfig(r=4, target_modules=targets)})
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("build", [mixtral, qwen2_moe, qwen3_moe])
+def test_the_routers_loss_of_a_batch(build, tmp_path: Path) -> None:
+    """With one adapter it is PEFT's; with several it would couple them, so it is refused."""
+    base, tokens = build(), token_ids(2, 5)
+    base.config.output_router_logits = True
+    model = mx.convert_model(
+        copy.deepcopy(base), {name: LoraConfig(r=4, target_modules=["q_proj"]) for name in "ab"}
+    )
+    mx.save_adapter(model, "a", tmp_path)
+    peft = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, is_trainable=True)
+    call = {"input_ids": tokens, "labels": tokens}
+    ours, theirs = model(**call, adapter_names=["a", "a"]), peft(**call)
+    assert ours.aux_loss is not None
+    torch.testing.assert_close(ours.loss, theirs.loss)
+    for names in (["a", "b"], ["a", "__base__"]):
+        with pytest.raises(ValueError, match=r"^output_router_logits: .* output_router_logits=False, or"):
+            model(**call, adapter_names=names)
+        model(input_ids=tokens, adapter_names=names)
+        plain = model(**call, adapter_names=names, output_router_logits=False)
+        assert plain.aux_loss is None
+    layout = mx.SegmentLayout.from_lengths([5, 5])
+    with mx.route(model, layout, names=["a", "b"]), pytest.raises(ValueError, match=r"^output_router_logits"):
+        model(**call)
+    model.config.output_router_logits = False
+    model(**call, adapter_names=["a", "b"])
+    with pytest.raises(ValueError, match=r"^output_router_logits"):
+        model(**call, adapter_names=["a", "b"], output_router_logits=True)
+    model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.0
+    model(**call, adapter_names=["a", "b"], output_router_logits=True)

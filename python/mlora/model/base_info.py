@@ -65,8 +65,9 @@ class BaseInfo:
     def digest(self) -> str:
         """What tells this model from others wherever it lies: its commit on the hub, or a digest of files.
 
-        The digest is of the config, the tokenizer, and 16 MiB of the weights, spread evenly over their files,
-        so that it costs the same for a large model and a small one. Raises RunError if a file cannot be read.
+        The digest is of the config, the end tokens, the tokenizer, and 16 MiB of the weights, spread evenly
+        over their files, so that it costs the same for a large model and a small one. Raises RunError if a
+        file cannot be read.
         """
         from transformers.utils import cached_file
 
@@ -170,6 +171,8 @@ def _digest_of(folder: Path) -> str:
     for name in TOKENIZER:
         if (path := folder / name).is_file():
             found.update(f"{name} ".encode() + path.read_bytes())
+    if (path := folder / "generation_config.json").is_file():
+        found.update(_ends_of(path))
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
         return "missing: there is no *.safetensors"
@@ -183,6 +186,15 @@ def _digest_of(folder: Path) -> str:
                 file.seek(round(place * step))
                 found.update(file.read(_BLOCK))
     return f"files:{found.hexdigest()[:32]}"
+
+
+def _ends_of(path: Path) -> bytes:
+    """Returns what counts of a generation config: its end tokens; everything if it cannot be read."""
+    content = path.read_bytes()
+    try:
+        return b"ends " + json.dumps(json.loads(content).get("eos_token_id")).encode()
+    except (ValueError, AttributeError, RecursionError):
+        return content
 
 
 def doubt_of_base(folder: Path, base: BaseInfo) -> str | None:
@@ -203,7 +215,8 @@ def doubt_of_base(folder: Path, base: BaseInfo) -> str | None:
     kind = told.partition(":")[0]
     if told == base.digest or kind != base.digest.partition(":")[0]:
         return None
-    return f"was trained over another model than {base.name}: the weights, config or tokenizer differ"
+    parts = "the weights, config, end tokens or tokenizer"
+    return f"was trained over another model than {base.name}: {parts} differ"
 
 
 def check_base(name: str, folder: Path | str | None = None) -> None:
@@ -296,13 +309,10 @@ def quantization_of(name: str, config: Any) -> dict[str, Any] | None:
 
 
 def router_loss_fault(config: Any) -> str | None:
-    """Returns why a base model cannot be trained whose config asks for its routers' auxiliary loss, or None.
+    """Returns why a base model cannot be trained that adds its routers' auxiliary loss, or None."""
+    from mlora_ext.nn.batch_statistics import adds_router_loss
 
-    Transformers computes that loss from all tokens of a batch and all layers, and adds it to cross-entropy.
-    """
-    text = config.get_text_config()
-    asked = any(getattr(part, "output_router_logits", False) for part in (config, text))
-    if not asked or getattr(text, "router_aux_loss_coef", None) == 0:
+    if not adds_router_loss(config):
         return None
     return (
         "base_model: its config has output_router_logits: true, which adds its routers' auxiliary loss, "

@@ -205,7 +205,7 @@ def _check_same_base(base: BaseInfo, checkpoint: Mapping[str, Any], reporter: Re
     if "base" in checkpoint and kind != now.partition(":")[0]:
         reporter.warn(f"base_model: {base.name} cannot be compared with the model of the checkpoint")
         return
-    why = "its weights, config or tokenizer differ; put that model back"
+    why = "its weights, config, end tokens or tokenizer differ; put that model back"
     if "base" in checkpoint and kind == "commit":
         why = (
             f"the hub has another commit of it now; download {commit} into a folder and give that: `mlora "

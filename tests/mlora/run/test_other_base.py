@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -41,6 +42,10 @@ def _another_tokenizer(base: Path) -> None:
     (base / "tokenizer.json").write_text(text.replace('"<end>"', '"<stop>"'))
 
 
+def _another_end(base: Path) -> None:
+    (base / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+
+
 def interrupted(base: Path, folder: Path) -> Path:
     data = run_data(base, folder)
     result = train(resolve_config(data, folder=folder), reporter=Watching({8: interrupt}))
@@ -48,7 +53,7 @@ def interrupted(base: Path, folder: Path) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("change", [_another_weight, _another_config, _another_tokenizer])
+@pytest.mark.parametrize("change", [_another_weight, _another_config, _another_tokenizer, _another_end])
 def test_a_resume_refuses_another_base(
     tiny_base: Path, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
@@ -70,6 +75,8 @@ def test_a_base_that_moved_and_was_named_anew_is_the_same(tiny_base: Path, tmp_p
     base.rename(tmp_path / "moved")
     text = (tmp_path / "moved" / "config.json").read_text()
     (tmp_path / "moved" / "config.json").write_text(text.replace("{", '{"_name_or_path": "elsewhere",', 1))
+    sampling = tmp_path / "moved" / "generation_config.json"
+    sampling.write_text(json.dumps(json.loads(sampling.read_bytes()) | {"temperature": 0.5, "top_k": 3}))
     said = Watching()
     assert resume(run, settings=[f"base_model={tmp_path / 'moved'}"], reporter=said).exit_code == 0
     assert any(line.startswith(f"{run}/config.yaml: base_model is ") for line in said.lines)
