@@ -260,7 +260,10 @@ class RunFolder:
         try:
             return None if content is None else _Summary.model_validate_json(content).model_dump()
         except ValidationError as error:
-            raise RunError(f"{self.summary}: is not a run's summary: {first_fault(error)}") from error
+            raise RunError(
+                f"{self.summary}: is not a run's summary: {first_fault(error)}; remove it, `mlora resume "
+                f"{self.path}` writes it anew"
+            ) from error
 
     def read_environment(self) -> list[dict[str, Any]]:
         """Returns the starts that ``environment.json`` holds, the first one first; empty if it is missing."""

@@ -25,7 +25,10 @@ from mlora.files.run_folder import is_running
 RequestType = Literal["submit", "cancel", "stop", "pause", "unpause"]
 VERSION = 5
 _PATIENCE = 10.0  # seconds to wait for another process's transaction
-_RESTORE = "; restore an intact copy, or train anew with `mlora train RUN.yaml --overwrite`"
+_RESTORE = (
+    "; restore an intact copy, or remove it and ask again for what it held; only checkpoints with submitted "
+    "tasks or trials need it, and `mlora resume` says so"
+)
 _ADVICE = {
     sqlite3.SQLITE_BUSY: "; another process is using it; try again later",
     sqlite3.SQLITE_CORRUPT: _RESTORE,
@@ -224,6 +227,11 @@ class TaskQueue:
             query = "SELECT iteration, entry FROM journal ORDER BY iteration DESC LIMIT 1"
             row = self._connection.execute(query).fetchone()
         return int(self._read(row[1], _Entry, row[0])["taken"]) if row else 0
+
+    def has_taken(self, number: int, iteration: int) -> bool:
+        """Whether the run has taken this request, and no later one, at an iteration up to this; 0 = none."""
+        entries = self.entries().items() if number else ()
+        return not number or any(at <= iteration and entry["taken"] == number for at, entry in entries)
 
     def forget_entries(self, after: int = -1) -> None:
         """Forgets what was decided after iteration `after`, for a run that will decide anew."""

@@ -197,6 +197,9 @@ def _go_on(
         known: dict[int, dict[str, Any]] | None
         known = journaled(queue, config, checkpoint["iteration"] if checkpoint else -1)
         if checkpoint:
+            if not queue.has_taken(checkpoint["decisions"]["taken"], checkpoint["iteration"]):
+                reporter.warn(f"{folder.queue}: is a new file, so all its requests are taken")
+                checkpoint["decisions"]["taken"] = 0
             came = _came(config, folder, checkpoint, queue)
             for line in changed_lines(checkpoint["config"], config.model_dump()):
                 reporter.note(f"{folder.config}: {line}")

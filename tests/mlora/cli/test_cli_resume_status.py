@@ -51,6 +51,37 @@ def test_status_of_an_unfinished_run(run: Run, trained: Path, tmp_path: Path) ->
     assert "is not a run folder: it has no config.yaml" in only_line(run("resume", tmp_path))
 
 
+@pytest.mark.parametrize(("state", "saved", "after"), [("cancelled", None, False), ("stopped", 3, True)])
+def test_status_has_values_after_of_saved_weights_only(
+    run: Run, trained: Path, tmp_path: Path, state: str, saved: int | None, after: bool
+) -> None:
+    """As the summary: a cancelled task leaves no weights that they could be of."""
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    records = [{"adapter": "first", "step": step, "eval_loss": 1.0 + step} for step in (0, 3)]
+    (copy / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    summary = json.loads((copy / "summary.json").read_text())
+    pair = {"before": 1.0, "after": 4.0 if after else None}
+    summary["adapters"]["first"] |= {"state": state, "step": 3, "saved_step": saved, "eval_loss": pair}
+    (copy / "summary.json").write_text(json.dumps(summary))
+    found = json.loads(run("status", copy, "--json").stdout)
+    assert {task["name"]: task["eval_loss"] for task in found["tasks"]}["first"] == pair
+    assert ("after" in run("status", copy).stdout.splitlines()[1]) == after
+
+
+def test_a_damaged_summary_is_written_anew(run: Run, trained: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    summary = copy / "summary.json"
+    before = json.loads(summary.read_text())
+    summary.write_text("{")
+    line = only_line(run("resume", copy))
+    assert line.endswith(f"; remove it, `mlora resume {copy}` writes it anew")
+    summary.unlink()
+    assert run("resume", copy).exit_code == 0
+    after = json.loads(summary.read_text())
+    assert after["adapters"] == before["adapters"]
+    assert after["status"] == before["status"]
+
+
 def test_status_of_a_killed_run_has_no_values_after_the_end(run: Run, trained: Path, tmp_path: Path) -> None:
     """Its latest ones have columns of their own: accuracy, exact match and an own loss's, as the loss."""
     copy = tmp_path / "copy"

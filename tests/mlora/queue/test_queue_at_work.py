@@ -101,6 +101,25 @@ def test_views_that_cannot_be_written_do_not_end_a_run(
     assert warning.endswith("`mlora status` does not show who waits, nor memory, any more")
 
 
+def test_a_queue_that_was_removed(tiny_base: Path, tmp_path: Path) -> None:
+    """Its requests count from 1 again; the checkpoint has taken two."""
+    folder = tmp_path / "run"
+
+    def ask() -> None:
+        change(folder, "pause", ["first"])
+        change(folder, "unpause", ["first"])
+
+    config = resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path)
+    asking: Reporter = Watching({("first", 2): ask, ("first", 4): interrupt})
+    assert train(config, reporter=asking).status == "interrupted"
+    (folder / "queue.sqlite").unlink()
+    change(folder, "cancel", ["first"])
+    told = Asking()
+    assert resume(folder, reporter=told).exit_code == 0
+    assert told.warnings == [f"{folder}/queue.sqlite: is a new file, so all its requests are taken"]
+    assert states(folder) == {"first": "cancelled", "second": "finished"}
+
+
 @contextmanager
 def at_work(folder: Path, path: Path) -> Iterator[subprocess.Popen[str]]:
     """`mlora train` in a process of its own, which is ended when nobody needs it any more."""
