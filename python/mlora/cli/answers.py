@@ -108,7 +108,7 @@ def answers_of(
     An answer is its kind, `completion` or `label`, and what it says. Prompts come in their order, the
     adapters of each as they were chosen. `read` are the prompts as classifiers read them.
     """
-    from mlora.model.generation import GenerationRequest, complete, text_of
+    from mlora.model.generation import GenerationRequest, complete, text_of, without_end
 
     pairs = [(name, index) for index in range(len(prompts)) for name in chosen]
     completed = [pair for pair in pairs if pair[0] not in classifiers]
@@ -116,15 +116,16 @@ def answers_of(
         GenerationRequest(name, prompts[index], _budget(prompts[index], max_new_tokens, base.max_positions))
         for name, index in completed
     ]
-    tokenizer, outputs = base.tokenizer(), list[tuple[int, ...]]()
+    tokenizer, outputs, ends = base.tokenizer(), list[tuple[int, ...]](), list[int]()
     try:
         if requests:
-            outputs = complete(engine.model, requests, ends=base.end_tokens(), draw=draw)
+            ends = [*base.end_tokens()]
+            outputs = complete(engine.model, requests, ends=ends, draw=draw)
         labels = _labels(engine, classifiers, read)
     except ValueError as error:
         raise RunError(str(error)) from error
     found: dict[tuple[str, int], tuple[str, Any]] = {
-        pair: ("completion", text_of(tokenizer, output))
+        pair: ("completion", text_of(tokenizer, without_end(output, ends)))
         for pair, output in zip(completed, outputs, strict=True)
     }
     found |= {pair: ("label", label) for pair, label in labels.items()}

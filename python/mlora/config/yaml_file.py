@@ -74,8 +74,10 @@ class _Loader(yaml.SafeLoader):
 
     def _measure(self, node: yaml.Node) -> tuple[int, int]:
         """Returns how many values a node stands for, aliases written out, and how deep they are."""
+        if self._measured.get(node) == (0, 0):
+            raise _at(node, "holds itself, by an alias")
         if node not in self._measured:
-            self._measured[node] = MOST_VALUES, 0  # until it is known: then only the node itself asks for it
+            self._measured[node] = 0, 0  # until it is known
             parts = node.value if isinstance(node, yaml.CollectionNode) else ()
             nodes = [one for part in parts for one in (part if isinstance(part, tuple) else [part])]
             inner = [self._measure(one) for one in nodes]

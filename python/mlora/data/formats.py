@@ -97,8 +97,8 @@ def _tokens(fields: dict[str, Any]) -> Record:
     for key in TRAINED_MASKS & fields.keys():
         flags = flags_of_key(fields, key, len(ids))
         labels = tuple(label if one else NOT_TRAINED for label, one in zip(labels, flags, strict=True))
-    if "attention_mask" in fields:
-        kept = unmasked(fields, len(ids))
+    kept = unmasked(fields, len(ids))
+    if len(kept) < len(ids):
         ids, labels = (tuple(values[place] for place in kept) for values in (ids, labels))
     return Record(Sample(ids, labels))
 

@@ -241,10 +241,27 @@ def ids_of_key(fields: dict[str, Any], key: str) -> tuple[int, ...]:
 
 
 def unmasked(fields: dict[str, Any], count: int) -> list[int]:
-    """Returns the places of a line's tokens but those whose `attention_mask` is 0, which are padding."""
-    if "attention_mask" not in fields:
-        return list(range(count))
-    return [place for place, one in enumerate(flags_of_key(fields, "attention_mask", count)) if one]
+    """Returns the places of a line's tokens but those whose `attention_mask` is 0, which are padding.
+
+    FormatError for a line that holds several samples, packed: they would attend to each other.
+    """
+    kept = list(range(count))
+    if "attention_mask" in fields:
+        mask = flags_of_key(fields, "attention_mask", count)
+        kept = [place for place in kept if mask[place]]
+    packed = "seq_lengths" in fields and len(ids_of_key(fields, "seq_lengths")) > 1
+    if "position_ids" in fields:
+        found = ids_of_key(fields, "position_ids")
+        if len(found) != count:
+            raise FormatError(f"'position_ids' has {len(found)} entries, but 'input_ids' has {count}")
+        packed |= [found[place] for place in kept] != list(range(len(kept)))
+    if packed:
+        key = "seq_lengths" if "seq_lengths" in fields else "position_ids"
+        raise FormatError(
+            f"{key!r} says that the line holds several samples, or one that does not begin at position 0; "
+            "write each sample on a line of its own, they are packed here"
+        )
+    return kept
 
 
 def flags_of_key(fields: dict[str, Any], key: str, count: int) -> tuple[int, ...]:

@@ -237,7 +237,10 @@ class RunFolder:
             raise RunError(f"{self.path}: is a file; give the run's output_dir, which is a folder")
         if not os.path.exists(self.path):
             raise RunError(f"{self.path}: there is no such folder; give the run's output_dir")
-        raise RunError(f"{self.path}: is not a run folder: it has no config.yaml")
+        fault = (
+            "its config.yaml is no regular file" if os.path.lexists(self.config) else "it has no config.yaml"
+        )
+        raise RunError(f"{self.path}: is not a run folder: {fault}")
 
     def read_config(self, overrides: Sequence[str] = ()) -> RunConfig:
         """Returns the run's config with overrides; its ``output_dir`` is where the folder is now."""

@@ -50,6 +50,11 @@ def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], *, specia
     return text
 
 
+def without_end(tokens: Sequence[int], ends: Sequence[int]) -> Sequence[int]:
+    """Returns an answer without the end token that it may end with."""
+    return tokens[:-1] if tokens and tokens[-1] in ends else tokens
+
+
 @torch.no_grad()
 def complete(
     model: Any,

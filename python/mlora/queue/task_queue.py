@@ -123,6 +123,8 @@ class TaskQueue:
         self._locks = is_running(path.with_name("metrics.jsonl")) is not None
         if path.is_symlink():
             raise RunError(f"{path}: is a link; put the file itself there")
+        if path.exists() and not path.is_file():
+            raise RunError(f"{path}: is a pipe, a device or a folder; remove it")
         with self._told():
             locks = "" if self._locks else "?vfs=unix-dotfile"  # takes a folder queue.sqlite.lock for a lock
             address = f"{path.absolute().as_uri()}{locks}"

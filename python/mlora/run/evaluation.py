@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlora.data.preference import joined
 from mlora.data.record import Sample, sequence_lengths
 from mlora.engine.adapter_state import BatchResult
-from mlora.model.generation import GenerationRequest, complete, text_of
+from mlora.model.generation import GenerationRequest, complete, text_of, without_end
 from mlora.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def answer_prompts(
         own.count += 1
         if not (ended or keep):
             continue
-        text = text_of(tokenizer, answer[:-1] if ended else answer, special=True)
+        text = text_of(tokenizer, without_end(answer, ends), special=True)
         exact = ended and text == prompt.completion
         own.hits += exact
         if keep:

@@ -64,15 +64,19 @@ def continue_longer(
                 f"{folder.adapters / name}"
             )
         files = [folder.finished / file for file in checkpoint["decisions"].get("longer", {}).get(name, [])]
-        if not files or name not in checkpoint["data"] or not all(file.is_file() for file in files):
+        try:
+            if not files or name not in checkpoint["data"] or not all(file.is_file() for file in files):
+                raise RunError(f"its optimizer's state is not in {folder.finished}")
+            for file in files:
+                check_tensors(file)
+        except RunError as error:
             raise RunError(
-                f"{name}: cannot be trained longer: its optimizer's state is not in {folder.finished}; begin "
-                f"a new task with init_from: {folder.adapters / name}"
-            )
+                f"{name}: cannot be trained longer: {error}; begin a new task with init_from: "
+                f"{folder.adapters / name}"
+            ) from error
         with os_errors(f"{folder.states}: cannot be written"):
             folder.states.mkdir(exist_ok=True)
             for file in files:
-                check_tensors(file)
                 write_file(folder.states / file.name, file.read_bytes())
         reporter.note(f"{name}: goes on from step {task['step']} to step {steps}")
         task["state"], task["message"], task["saved"] = "running", "", {}

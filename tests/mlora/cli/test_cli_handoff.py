@@ -325,6 +325,7 @@ def chatting(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     data["datasets"] = [chats | {"columns": {"messages": "dialog"}}]
     lora = {"r": 2, "target_modules": ["q_proj"]}
     data["adapters"] = [{"name": "chat", "dataset": "chats", "max_steps": 1, "lora": lora}]
+    data["adapters"] += [data["adapters"][0] | {"name": "short", "max_length": 12}]
     assert train(resolve_config(data, folder=folder)).status == "finished"
     return folder / "run"
 
@@ -345,6 +346,12 @@ def test_a_file_is_measured_as_the_adapters_dataset_is_read(run: Run, chatting: 
     assert by_file.exit_code == 0, by_file.stderr
     losses = [[row["loss"] for row in json.loads(done.stdout)["results"]] for done in (by_name, by_file)]
     assert losses[0] == losses[1]
+    names = [row["adapter"] for row in json.loads(by_name.stdout)["results"]]
+    assert names == ["__base__", "__base__", "chat", "short"]
+    assert json.loads(by_name.stdout)["notes"][1:] == [
+        "chats: adapters read it in several ways (max_length, assistant_only_loss, ...), so __base__ has a "
+        "row for each"
+    ]
     write_jsonl(plain, [{"prompt": "ab", "completion": "ba"}])
     other = run("evaluate", chatting, "--data", plain, "--format", "prompt_completion")
     assert other.exit_code == 0, other.stderr

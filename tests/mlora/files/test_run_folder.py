@@ -152,6 +152,13 @@ def test_a_pipe_in_the_place_of_metrics_is_one_line(tmp_path: Path) -> None:
     os.mkfifo(path := tmp_path / "metrics.jsonl")
     with pytest.raises(RunError, match=f"^{path}: is a link or no regular file"):
         Metrics(path)
+    os.mkfifo(path := tmp_path / "queue.sqlite")
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(RunError, match=f"^{path}: is a pipe, a device or a folder; remove it$"):
+        TaskQueue(path)
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(RunError, match=r"is not a run folder: its config\.yaml is no regular file$"):
+        RunFolder(tmp_path).check_is_run()
 
 
 @pytest.mark.parametrize("link", ["summary.json", ".summary.json.tmp"])

@@ -155,7 +155,10 @@ def test_a_state_with_a_flipped_bit_is_refused(short: Path, tmp_path: Path) -> N
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     before = weights(run)
-    with pytest.raises(RunError, match=rf"^{path}: cannot be read: it is damaged or incomplete$"):
+    said = (
+        f"first: cannot be trained longer: {path}: cannot be read: it is damaged or incomplete; begin a new"
+    )
+    with pytest.raises(RunError, match=f"^{said} task with init_from: "):
         resume(run, settings=["defaults.max_steps=7"])
     assert weights(run) == before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -143,8 +144,15 @@ def evaluate_adapters(
         if choice.exact_match:
             without = [task.name for task in tasks if not _has_prompts(task.eval_data)]
             notes += [f"{name}: no exact match: its data has no prompts with answers" for name in without]
-        notes += builder.warnings
+        notes += [line.replace(": init_from: ", ": ", 1) for line in builder.warnings]
         results = _measure(config, stack, tasks, {name: one.step for name, one in measured.items()}, choice)
+    ways = "(max_length, assistant_only_loss, ...)"
+    bases = Counter(one.dataset for one in results if one.adapter == BASE)
+    notes += [
+        f"{name}: adapters read it in several ways {ways}, so {BASE} has a row for each"
+        for name, count in bases.items()
+        if count > 1
+    ]
     return Evaluation(results, notes)
 
 
