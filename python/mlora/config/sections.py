@@ -46,9 +46,9 @@ OF_TASKS = {
 """The format of each `task_type` whose head predicts labels."""
 WITH_PROMPTS = ("prompt_completion", "alpaca", "messages", "sharegpt")
 _FOR_TEMPLATES = ("tools", "chat_template_kwargs")
-_OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "seq_lengths")
+_OF_ROWS = ("attention_mask", "position_ids", "seq_lengths")
 _FIELDS: dict[str, Sequence[str]] = {
-    "tokens": (*_OF_TOKENS, "labels", "completion_mask", "assistant_masks"),
+    "tokens": ("input_ids", "labels", *_OF_ROWS, "completion_mask", "assistant_masks"),
     "text": ("text",),
     "prompt_completion": ("prompt", "completion", *_FOR_TEMPLATES),
     "alpaca": ("instruction", "input", "output"),
@@ -56,10 +56,10 @@ _FIELDS: dict[str, Sequence[str]] = {
     "messages": ("messages", *_FOR_TEMPLATES),
     "preference": ("prompt", "chosen", "rejected", *_FOR_TEMPLATES),
     "unpaired": ("prompt", "completion", "label", *_FOR_TEMPLATES),
-    "classification": ("text", "label", *_OF_TOKENS, "labels"),
+    "classification": ("text", "label", "input_ids", "labels", *_OF_ROWS),
     "question_answering": (
         *("question", "context", "answers"),
-        *(*_OF_TOKENS, "start_positions", "end_positions"),
+        *("input_ids", "start_positions", "end_positions", *_OF_ROWS),
     ),
 }
 """The fields that each format reads."""
