@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
 from typing import Any
 
 from torch import nn
 
-from .routing.route import Route
+from ..never_compiled import never_compiled
+from .routing.router import router_of
 from .warn_caller import warn_caller
 
 
@@ -84,25 +85,46 @@ def warn_of_whole_batches(model: nn.Module, stopped: int) -> None:
         )
 
 
-def adds_router_loss(config: Any, asked: bool | None = None) -> bool:
-    """Returns whether a model of Transformers adds its routers' auxiliary loss to that of its labels.
+def refuse_router_losses(model: nn.Module) -> None:
+    """Makes the model, and models inside it, refuse a loss of mixed batches that their routers add to.
 
-    It is computed from the tokens of all samples in a batch. `asked`: the call's own `output_router_logits`.
+    Transformers computes the routers' auxiliary loss from the tokens of all samples in a batch.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if asked is None:
-        asked = any(getattr(part, "output_router_logits", False) for part in (config, text))
-    return bool(asked) and getattr(text, "router_aux_loss_coef", None) != 0
+    for part in model.modules():
+        if "output_router_logits" in inspect.signature(type(part).forward).parameters:
+            part.register_forward_hook(_refuse_router_loss, with_kwargs=True)
 
 
-def refuse_router_loss(model: nn.Module, route: Route, kwargs: Mapping[str, Any]) -> None:
-    """Raises ValueError for a call whose loss would let one adapter's tokens act on another's gradients."""
-    config = getattr(model, "config", None)
-    if config is None or kwargs.get("labels") is None or not route.mixed:
+@never_compiled
+def _refuse_router_loss(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    route = router_of(part).active
+    if route is None or not route.mixed or _coefficient(part) == 0:
         return
-    if adds_router_loss(config, kwargs.get("output_router_logits")):
+    if isinstance(output, tuple):  # return_dict=False: a loss is its first entry
+        asked = kwargs.get("output_router_logits")
+        if asked is None:
+            asked = getattr(_text_config(part), "output_router_logits", False)
+        adds = asked and output[0].dim() == 0
+    else:
+        found = [getattr(output, key, None) for key in ("aux_loss", "encoder_aux_loss", "decoder_aux_loss")]
+        adds = getattr(output, "loss", None) is not None and any(loss is not None for loss in found)
+    if adds:
         raise ValueError(
-            "output_router_logits: with labels it adds the routers' auxiliary loss, which is computed from "
-            "all tokens of the batch, so one adapter's samples would change another's gradients; pass "
+            "output_router_logits: the loss of this batch has the routers' auxiliary loss, which is computed "
+            "from all its tokens, so one adapter's samples would change another's gradients; pass "
             "output_router_logits=False, or give each adapter a batch of its own"
         )
+
+
+def _text_config(part: nn.Module) -> Any:
+    config = getattr(part, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _coefficient(part: nn.Module) -> Any:
+    """Returns by what a model multiplies its routers' loss, None if unknown: most keep it when built."""
+    for holder in (part, _text_config(part)):
+        for key in ("router_aux_loss_coef", "aux_loss_coef"):
+            if hasattr(holder, key):
+                return getattr(holder, key)
+    return None

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..never_compiled import never_compiled
 from .active_adapters import refuse_bypassed_head
-from .batch_statistics import refuse_router_loss
+from .batch_statistics import refuse_router_losses
 from .routing import locate, selected_rows
 from .routing.locate import contents_of, rows_per_sample
 from .routing.route import Route
@@ -23,6 +23,7 @@ from .routing.router import router_of
 def install(model: nn.Module) -> None:
     """Adds the argument `adapter_names` to a freshly converted model."""
     model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    refuse_router_losses(model)  # before the hook that leaves the route
     model.register_forward_hook(_after_forward, always_call=True)
     for part in model.children():
         if any(True for _ in part.children()):  # skips layers, which may become targets
@@ -102,7 +103,6 @@ def _before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     target = route or router.active
     if target is not None and batch is not None:
         locate.locate(router, target, model, (args, kwargs), contents)
-        refuse_router_loss(model, target, kwargs)
     samples, each = (1, None) if batch is None else (batch.shape[0], rows_per_sample(batch))
     router.begin_call(route, samples, None if each is None else samples * each)
     return args, kwargs

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
+    MixtralForSequenceClassification,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
@@ -113,12 +114,55 @@ def test_the_routers_loss_of_a_batch(build, tmp_path: Path) -> None:
         model(input_ids=tokens, adapter_names=names)
         plain = model(**call, adapter_names=names, output_router_logits=False)
         assert plain.aux_loss is None
-    layout = mx.SegmentLayout.from_lengths([5, 5])
-    with mx.route(model, layout, names=["a", "b"]), pytest.raises(ValueError, match=r"^output_router_logits"):
+    refused = pytest.raises(ValueError, match=r"^output_router_logits")
+    layout, mixed = mx.SegmentLayout.from_lengths([5, 5]), {"adapter_names": ["a", "b"]}
+    with mx.route(model, layout, names=["a", "b"]), refused:
         model(**call)
+    with refused:
+        model(tokens, None, None, None, None, tokens, **mixed)
+    with refused:
+        model(**call, **mixed, return_dict=False)
+    model(**call, **mixed, return_dict=False, output_router_logits=False)
     model.config.output_router_logits = False
-    model(**call, adapter_names=["a", "b"])
+    model(**call, **mixed)
+    with refused:
+        model(**call, **mixed, output_router_logits=True)
+    model.config.router_aux_loss_coef = 0.0  # models have read it
+    with refused:
+        model(**call, **mixed, output_router_logits=True)
+    model.router_aux_loss_coef = 0.0
+    model(**call, **mixed, output_router_logits=True)
+
+
+class Inside(nn.Module):
+    """A model in a module of one's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=input_ids, labels=input_ids).loss
+        return loss
+
+
+def test_the_routers_loss_inside_a_module_of_ones_own() -> None:
+    base = mixtral()
+    base.config.output_router_logits = True
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    model = mx.convert_model(Inside(base), {"a": lora, "b": lora})
+    model(token_ids(2, 5), adapter_names=["a", "a"]).backward()
     with pytest.raises(ValueError, match=r"^output_router_logits"):
-        model(**call, adapter_names=["a", "b"], output_router_logits=True)
-    model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.0
-    model(**call, adapter_names=["a", "b"], output_router_logits=True)
+        model(token_ids(2, 5), adapter_names=["a", "b"])
+    again = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"^output_router_logits"):
+        again(token_ids(2, 5), adapter_names=["a", "b"])
+    again.model.config.output_router_logits = False
+    again(token_ids(2, 5), adapter_names=["a", "b"]).backward()
+
+
+def test_models_that_add_no_routers_loss_are_served() -> None:
+    config = MixtralConfig(**_SHAPE, num_local_experts=4, output_router_logits=True, pad_token_id=0)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")
+    model = mx.convert_model(MixtralForSequenceClassification(config), {"a": lora, "b": lora})
+    model(token_ids(2, 5), labels=torch.tensor([0, 1]), adapter_names=["a", "b"]).loss.backward()

@@ -148,8 +148,6 @@ def read_status(run_dir: Path | str) -> RunStatus:
     for name, task in tasks.items():
         stands = task.state in ("running", "waiting") and status != "running"
         adapters[name]["state"] = "unfinished" if stands else task.state
-        if task.state in ENDED and adapters[name]["saved_step"] is None:
-            adapters[name] = _without_after(adapters[name])
     sweep = folder.read_config().sweep if values.get("sweep") else None
     progress = sweep_progress(folder, sweep) if sweep else None
     return RunStatus(folder, status, adapters, tasks, memory, values, fields, progress, at_work is not None)
@@ -193,7 +191,7 @@ def _latest_metrics(entries: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def _without_after(entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns a task without values "after": no weights are saved that they could be of."""
+    """Returns a task that has not ended without values "after", which have columns of their own."""
     pairs = ("eval_loss", "eval_accuracy", "eval_exact_match")
     return {
         **entry,
@@ -216,7 +214,7 @@ def _apply(entry: dict[str, Any], record: dict[str, Any]) -> None:
     measured = {key: record[key] for key in record if key.startswith("eval_") and key != "eval_tokens"}
     if measured:
         entry["latest_eval"] = {"step": record["step"], **measured}
-    if entry.get("saved_step") is not None:  # the task has ended; the summary knows what was saved
+    if entry["state"] in ENDED:  # the summary knows what was saved, and what comes after it
         return
     for key, value in measured.items():
         name, nothing = key.removeprefix("eval_"), {"before": None, "after": None}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from mlora.memory.memory_model import SilentRows
@@ -249,19 +250,26 @@ def unmasked(fields: dict[str, Any], count: int) -> list[int]:
     if "attention_mask" in fields:
         mask = flags_of_key(fields, "attention_mask", count)
         kept = [place for place in kept if mask[place]]
-    packed = "seq_lengths" in fields and len(ids_of_key(fields, "seq_lengths")) > 1
-    if "position_ids" in fields:
-        found = ids_of_key(fields, "position_ids")
-        if len(found) != count:
-            raise FormatError(f"'position_ids' has {len(found)} entries, but 'input_ids' has {count}")
-        packed |= [found[place] for place in kept] != list(range(len(kept)))
-    if packed:
-        key = "seq_lengths" if "seq_lengths" in fields else "position_ids"
-        raise FormatError(
-            f"{key!r} says that the line holds several samples, or one that does not begin at position 0; "
-            "write each sample on a line of its own, they are packed here"
-        )
+    for key, several in (("position_ids", _jumps), ("seq_lengths", _parts)):
+        if fields.get(key) is not None and several(ids_of_key(fields, key), kept, count):
+            raise FormatError(
+                f"{key!r} says that the line holds several samples; write each on a line of its own: they "
+                "are packed here"
+            )
     return kept
+
+
+def _jumps(positions: Sequence[int], kept: Sequence[int], count: int) -> bool:
+    """Whether the positions of the tokens at `kept` do not rise one by one."""
+    if len(positions) != count:
+        raise FormatError(f"'position_ids' has {len(positions)} entries, but 'input_ids' has {count}")
+    return any(positions[b] != positions[a] + 1 for a, b in pairwise(kept))
+
+
+def _parts(lengths: Sequence[int], kept: Sequence[int], count: int) -> bool:
+    """Whether several parts of a line have tokens at `kept`."""
+    ends = list(accumulate(lengths))
+    return len({bisect_right(ends, place) for place in kept}) > 1
 
 
 def flags_of_key(fields: dict[str, Any], key: str, count: int) -> tuple[int, ...]:

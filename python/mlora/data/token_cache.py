@@ -23,7 +23,7 @@ from mlora.errors import RunError, first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 3  # of tables and of how samples are made; another one is another key
+_VERSION = 4  # of tables and of how samples are made; another one is another key
 _SMALL = 4 << 20  # bytes of a file that is read each time
 _DAY = 86400.0  # seconds
 

@@ -182,7 +182,10 @@ class MemoryLimit:
 
         Goes by samples, the least reserve, and the smallest base that any process of the run had when it was
         loaded. Without samples an adapter is refused if its weights and gradients leave no memory for any.
+        Where the base leaves nothing, not even a dry run is made: its libraries would pass the limit.
         """
+        if fault := nothing_left(self.limit, self._name, self._smallest):
+            raise MemoryLimitError(fault)
         bounds = self._by_samples(one)
         if math.inf in bounds:
             parts = zip(self._smallest, self.adapters.begun(one.name), strict=True)

@@ -171,8 +171,7 @@ def _digest_of(folder: Path) -> str:
     for name in TOKENIZER:
         if (path := folder / name).is_file():
             found.update(f"{name} ".encode() + path.read_bytes())
-    if (path := folder / "generation_config.json").is_file():
-        found.update(_ends_of(path))
+    found.update(_ends_of(folder / "generation_config.json", config))
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
         return "missing: there is no *.safetensors"
@@ -188,13 +187,19 @@ def _digest_of(folder: Path) -> str:
     return f"files:{found.hexdigest()[:32]}"
 
 
-def _ends_of(path: Path) -> bytes:
-    """Returns what counts of a generation config: its end tokens; everything if it cannot be read."""
-    content = path.read_bytes()
+def _ends_of(path: Path, config: dict[str, Any]) -> bytes:
+    """Returns what counts of a generation config: its end tokens; everything if it cannot be read.
+
+    `config` is the model's, whose end tokens Transformers takes if there is no file.
+    """
+    content = path.read_bytes() if path.is_file() else None
     try:
-        return b"ends " + json.dumps(json.loads(content).get("eos_token_id")).encode()
-    except (ValueError, AttributeError, RecursionError):
-        return content
+        found = config if content is None else json.loads(content)
+        own = found.get("eos_token_id", found.get("text_config", {}).get("eos_token_id"))
+        ids = own if isinstance(own, list) else [] if own is None else [own]
+        return b"ends " + json.dumps(sorted(set(ids))).encode()
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return content or b""
 
 
 def doubt_of_base(folder: Path, base: BaseInfo) -> str | None:
@@ -309,10 +314,13 @@ def quantization_of(name: str, config: Any) -> dict[str, Any] | None:
 
 
 def router_loss_fault(config: Any) -> str | None:
-    """Returns why a base model cannot be trained that adds its routers' auxiliary loss, or None."""
-    from mlora_ext.nn.batch_statistics import adds_router_loss
+    """Returns why a base model cannot be trained whose config asks for its routers' auxiliary loss, or None.
 
-    if not adds_router_loss(config):
+    Transformers computes that loss from all tokens of a batch and all layers, and adds it to cross-entropy.
+    """
+    text = config.get_text_config()
+    asked = any(getattr(part, "output_router_logits", False) for part in (config, text))
+    if not asked or getattr(text, "router_aux_loss_coef", None) == 0:
         return None
     return (
         "base_model: its config has output_router_logits: true, which adds its routers' auxiliary loss, "

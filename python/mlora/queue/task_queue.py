@@ -26,8 +26,8 @@ RequestType = Literal["submit", "cancel", "stop", "pause", "unpause"]
 VERSION = 5
 _PATIENCE = 10.0  # seconds to wait for another process's transaction
 _RESTORE = (
-    "; restore an intact copy, or remove it and ask again for what it held; only checkpoints with submitted "
-    "tasks or trials need it, and `mlora resume` says so"
+    "; once the run has ended, restore an intact copy, or remove it and ask again for what it held; only "
+    "checkpoints with submitted tasks or trials need it, and `mlora resume` says so"
 )
 _ADVICE = {
     sqlite3.SQLITE_BUSY: "; another process is using it; try again later",
@@ -124,7 +124,7 @@ class TaskQueue:
         if path.is_symlink():
             raise RunError(f"{path}: is a link; put the file itself there")
         if path.exists() and not path.is_file():
-            raise RunError(f"{path}: is a pipe, a device or a folder; remove it")
+            raise RunError(f"{path}: is a pipe, a device or a folder; move it away")
         with self._told():
             locks = "" if self._locks else "?vfs=unix-dotfile"  # takes a folder queue.sqlite.lock for a lock
             address = f"{path.absolute().as_uri()}{locks}"
@@ -230,10 +230,9 @@ class TaskQueue:
             row = self._connection.execute(query).fetchone()
         return int(self._read(row[1], _Entry, row[0])["taken"]) if row else 0
 
-    def has_taken(self, number: int, iteration: int) -> bool:
-        """Whether the run has taken this request, and no later one, at an iteration up to this; 0 = none."""
-        entries = self.entries().items() if number else ()
-        return not number or any(at <= iteration and entry["taken"] == number for at, entry in entries)
+    def taken_by(self, iteration: int) -> int:
+        """Returns the number of the last request that was taken up to this iteration; 0 before the first."""
+        return max((entry["taken"] for at, entry in self.entries().items() if at <= iteration), default=0)
 
     def forget_entries(self, after: int = -1) -> None:
         """Forgets what was decided after iteration `after`, for a run that will decide anew."""

@@ -260,6 +260,9 @@ def limit_memory(config: RunConfig, engine: Engine, earlier: int = 0) -> MemoryL
     limit = config.scheduler.limit_bytes
     if limit is None:
         return None
+    import matplotlib.backends.backend_agg  # the end of the run draws with it: it belongs to the libraries
+    import matplotlib.figure  # noqa: F401
+
     try:
         held = held_batches(config)
         return engine.limit_memory(limit, enforce=False, held=held, earlier=earlier, name=LIMIT)

@@ -197,9 +197,12 @@ def _go_on(
         known: dict[int, dict[str, Any]] | None
         known = journaled(queue, config, checkpoint["iteration"] if checkpoint else -1)
         if checkpoint:
-            if not queue.has_taken(checkpoint["decisions"]["taken"], checkpoint["iteration"]):
-                reporter.warn(f"{folder.queue}: is a new file, so all its requests are taken")
-                checkpoint["decisions"]["taken"] = 0
+            decided, taken = checkpoint["decisions"], queue.taken_by(checkpoint["iteration"])
+            if taken < decided["taken"]:
+                reporter.warn(
+                    f"{folder.queue}: is new, or older than the checkpoint; later requests are lost"
+                )
+                decided["taken"] = taken
             came = _came(config, folder, checkpoint, queue)
             for line in changed_lines(checkpoint["config"], config.model_dump()):
                 reporter.note(f"{folder.config}: {line}")

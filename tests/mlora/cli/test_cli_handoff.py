@@ -349,8 +349,7 @@ def test_a_file_is_measured_as_the_adapters_dataset_is_read(run: Run, chatting: 
     names = [row["adapter"] for row in json.loads(by_name.stdout)["results"]]
     assert names == ["__base__", "__base__", "chat", "short"]
     assert json.loads(by_name.stdout)["notes"][1:] == [
-        "chats: adapters read it in several ways (max_length, assistant_only_loss, ...), so __base__ has a "
-        "row for each"
+        "chats: adapters read it with other settings, so __base__ has a row for each"
     ]
     write_jsonl(plain, [{"prompt": "ab", "completion": "ba"}])
     other = run("evaluate", chatting, "--data", plain, "--format", "prompt_completion")

@@ -51,11 +51,13 @@ def test_status_of_an_unfinished_run(run: Run, trained: Path, tmp_path: Path) ->
     assert "is not a run folder: it has no config.yaml" in only_line(run("resume", tmp_path))
 
 
-@pytest.mark.parametrize(("state", "saved", "after"), [("cancelled", None, False), ("stopped", 3, True)])
-def test_status_has_values_after_of_saved_weights_only(
+@pytest.mark.parametrize(
+    ("state", "saved", "after"), [("cancelled", None, False), ("cancelled", None, True), ("stopped", 3, True)]
+)
+def test_status_has_the_summarys_values_of_ended_tasks(
     run: Run, trained: Path, tmp_path: Path, state: str, saved: int | None, after: bool
 ) -> None:
-    """As the summary: a cancelled task leaves no weights that they could be of."""
+    """`after` is of the saved weights, or of the last step if none are; the metrics have more."""
     copy = shutil.copytree(trained, tmp_path / "copy")
     records = [{"adapter": "first", "step": step, "eval_loss": 1.0 + step} for step in (0, 3)]
     (copy / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))

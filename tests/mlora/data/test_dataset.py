@@ -36,8 +36,10 @@ def test_padding_is_dropped(tmp_path: Path, mask: list[int]) -> None:
     """Wherever it stands: a model that attends to the rest alone sees the line without padding."""
     ids, labels = iter([5, 6, 7]), iter([5, -100, 7])
     line = {"attention_mask": mask, "input_ids": [next(ids) if one else 9 for one in mask]}
-    places = iter(range(3))
-    line |= {"position_ids": [next(places) if one else 1 for one in mask], "seq_lengths": [3]}
+    places, blank = iter(range(1, 4)), mask.count(0)
+    line |= {"position_ids": [next(places) if one else 1 for one in mask]}
+    parts = [0, blank, 3] if mask[0] == 0 and mask[1] == 0 else [len(mask)]
+    line |= {"seq_lengths": parts if mask[-1] else [3, blank]}
     path = write_jsonl(tmp_path / "d.jsonl", [line | {"labels": [next(labels) if m else 9 for m in mask]}])
     assert list(load(path).samples) == [Sample((5, 6, 7), (5, -100, 7))]
     assert load(write_jsonl(tmp_path / "d.jsonl", [line])).samples[0].labels == (5, 6, 7)
@@ -129,7 +131,8 @@ def test_samples_without_trained_tokens_are_left_out_and_counted(tmp_path: Path)
         ('{"input_ids": [1, 2], "completion_mask": [0]}', "'completion_mask' has 1 entries, but"),
         ('{"input_ids": [1, 2], "position_ids": [0]}', "'position_ids' has 1 entries, but 'input_ids' has 2"),
         ('{"input_ids": [1, 2], "position_ids": [0, 0]}', "'position_ids' says that the line holds several"),
-        ('{"input_ids": [1, 2], "seq_lengths": [1, 1]}', "write each sample on a line of its own"),
+        ('{"input_ids": [1, 2], "seq_lengths": [1, 1]}', "write each on a line of its own"),
+        ('{"input_ids": [1, 2], "seq_lengths": [1, 1], "position_ids": [5, 6]}', "'seq_lengths' says that"),
     ],
 )
 def test_malformed_lines_give_file_and_number(tmp_path: Path, line: str, expected: str) -> None:

@@ -154,7 +154,7 @@ def test_a_pipe_in_the_place_of_metrics_is_one_line(tmp_path: Path) -> None:
         Metrics(path)
     os.mkfifo(path := tmp_path / "queue.sqlite")
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(RunError, match=f"^{path}: is a pipe, a device or a folder; remove it$"):
+    with pytest.raises(RunError, match=f"^{path}: is a pipe, a device or a folder; move it away$"):
         TaskQueue(path)
     os.mkfifo(tmp_path / "config.yaml")
     with pytest.raises(RunError, match=r"is not a run folder: its config\.yaml is no regular file$"):

@@ -116,8 +116,32 @@ def test_a_queue_that_was_removed(tiny_base: Path, tmp_path: Path) -> None:
     change(folder, "cancel", ["first"])
     told = Asking()
     assert resume(folder, reporter=told).exit_code == 0
-    assert told.warnings == [f"{folder}/queue.sqlite: is a new file, so all its requests are taken"]
+    said = "is new, or older than the checkpoint; later requests are lost"
+    assert told.warnings == [f"{folder}/queue.sqlite: {said}"]
     assert states(folder) == {"first": "cancelled", "second": "finished"}
+
+
+def test_an_older_copy_of_the_queue(tiny_base: Path, tmp_path: Path) -> None:
+    """What it holds was taken already: the submitted task goes on, and nothing is paused again."""
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    task = write_task(tmp_path)
+
+    def ask() -> None:
+        submit(folder, [task])
+        change(folder, "pause", ["first"])
+
+    def undo() -> None:
+        shutil.copyfile(folder / "queue.sqlite", copy)
+        change(folder, "unpause", ["first"])
+
+    config = resolve_config(run_data(tiny_base, tmp_path), folder=tmp_path)
+    asking = Watching({("first", 1): ask, ("second", 4): undo, ("first", 3): interrupt})
+    assert train(config, reporter=asking).status == "interrupted"
+    shutil.copyfile(copy, folder / "queue.sqlite")
+    told = Asking()
+    assert resume(folder, reporter=told).exit_code == 0
+    assert len(told.warnings) == 1
+    assert states(folder) == {"first": "finished", "second": "finished", "third": "finished"}
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def test_a_locked_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("content", [b"not a database at all", b"SQLite format 3\0" + bytes(range(256)) * 30])
 def test_a_damaged_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(RunError, match=r"cannot be used: .*; restore an intact copy, or remove it"):
+    with pytest.raises(RunError, match=r"cannot be used: .*; once the run has ended, restore an intact"):
         TaskQueue(path)
     assert path.read_bytes() == content
 

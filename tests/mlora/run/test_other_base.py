@@ -76,7 +76,8 @@ def test_a_base_that_moved_and_was_named_anew_is_the_same(tiny_base: Path, tmp_p
     text = (tmp_path / "moved" / "config.json").read_text()
     (tmp_path / "moved" / "config.json").write_text(text.replace("{", '{"_name_or_path": "elsewhere",', 1))
     sampling = tmp_path / "moved" / "generation_config.json"
-    sampling.write_text(json.dumps(json.loads(sampling.read_bytes()) | {"temperature": 0.5, "top_k": 3}))
+    asks = {"temperature": 0.5, "top_k": 3, "eos_token_id": [0, 0]}  # the end token of before
+    sampling.write_text(json.dumps(json.loads(sampling.read_bytes()) | asks))
     said = Watching()
     assert resume(run, settings=[f"base_model={tmp_path / 'moved'}"], reporter=said).exit_code == 0
     assert any(line.startswith(f"{run}/config.yaml: base_model is ") for line in said.lines)

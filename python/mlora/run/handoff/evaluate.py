@@ -146,10 +146,9 @@ def evaluate_adapters(
             notes += [f"{name}: no exact match: its data has no prompts with answers" for name in without]
         notes += [line.replace(": init_from: ", ": ", 1) for line in builder.warnings]
         results = _measure(config, stack, tasks, {name: one.step for name, one in measured.items()}, choice)
-    ways = "(max_length, assistant_only_loss, ...)"
     bases = Counter(one.dataset for one in results if one.adapter == BASE)
     notes += [
-        f"{name}: adapters read it in several ways {ways}, so {BASE} has a row for each"
+        f"{name}: adapters read it with other settings, so {BASE} has a row for each"
         for name, count in bases.items()
         if count > 1
     ]
