@@ -117,7 +117,7 @@ def _refuse_router_loss(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _text_config(part: nn.Module) -> Any:
-    config = getattr(part, "config", None)
+    config: Any = getattr(part, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
