@@ -99,19 +99,10 @@ def check_config(name: str, config: LoraConfig, honoured: str = "") -> None:
             hint = "; lora_bias=True trains a bias with each adapter" if item.name == "bias" else ""
             raise ValueError(f"adapter {name!r}: {item.name}={value!r} is not supported{hint}")
     check_trained_parts(name, config)
-    for field in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(getattr(config, field) or {}, dict):
-            raise ValueError(f"adapter {name!r}: {field}: expected a dict, got {getattr(config, field)!r}")
+    check_values(f"adapter {name!r}", config)
     for rank in (config.r, *(config.rank_pattern or {}).values()):
-        if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"adapter {name!r}: r: expected an integer >= 1, got {rank!r}")
         if rank % 2 and init_kind(config) == "orthogonal":
             raise ValueError(f"adapter {name!r}: init_lora_weights='orthogonal' needs even ranks, got {rank}")
-    for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise ValueError(f"adapter {name!r}: lora_alpha: expected a finite number, got {alpha!r}")
-    check_probability(f"adapter {name!r}: lora_dropout", config.lora_dropout)
-    check_selection(name, config)
 
 
 def _check_start(name: str, config: LoraConfig) -> None:
@@ -230,28 +221,35 @@ def equally_large(config: LoraConfig) -> LoraConfig:
     return config
 
 
-def check_selection(name: str, config: LoraConfig) -> None:
-    """Refuses target and layer selections on which PEFT's matching of module names would fail."""
+def check_values(where: str, config: LoraConfig) -> None:
+    """Refuses ranks, alphas and selections of layers on which PEFT would fail; `where` begins errors."""
     for field in ("rank_pattern", "alpha_pattern"):
         value = getattr(config, field) or {}
         if not isinstance(value, dict) or not all(type(one) in (int, float) for one in value.values()):
-            raise ValueError(f"adapter {name!r}: {field}: expected patterns with numbers, got {value!r}")
+            raise ValueError(f"{where}: {field}: expected patterns with numbers, got {value!r}")
+    for rank in (config.r, *(config.rank_pattern or {}).values()):
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"{where}: r: expected an integer >= 1, got {rank!r}")
+    for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise ValueError(f"{where}: lora_alpha: expected a finite number, got {alpha!r}")
+    check_probability(f"{where}: lora_dropout", config.lora_dropout)
     for field in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern"):
         value = getattr(config, field)
         names = value if isinstance(value, list | tuple | set) else [] if value is None else [value]
         if not all(isinstance(item, str) for item in names):
-            raise ValueError(f"adapter {name!r}: {field}: expected a pattern or names, got {value!r}")
+            raise ValueError(f"{where}: {field}: expected a pattern or names, got {value!r}")
         try:
             re.compile(value if isinstance(value, str) else "")
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"adapter {name!r}: {field}: {value!r} is not a pattern: {error}") from error
+            raise ValueError(f"{where}: {field}: {value!r} is not a pattern: {error}") from error
     names = config.target_parameters or []
     if isinstance(names, str) or not all(isinstance(item, str) and item for item in names):
-        raise ValueError(f"adapter {name!r}: target_parameters: expected a list of names, got {names!r}")
+        raise ValueError(f"{where}: target_parameters: expected a list of names, got {names!r}")
     value = config.layers_to_transform
     layers = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if not all(type(item) is int for item in layers):
-        raise ValueError(f"adapter {name!r}: layers_to_transform: expected indices, got {value!r}")
+        raise ValueError(f"{where}: layers_to_transform: expected indices, got {value!r}")
 
 
 def init_kind(config: LoraConfig) -> Any:

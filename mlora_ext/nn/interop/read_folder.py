@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...adapters.kind import LayerSpec, one_by_one
-from ...adapters.lora_config import check_selection
+from ...adapters.lora_config import check_values
 from ...adapters.registry import parameters_by_key
 from ...adapters.trained_parts import TRAINED_COPY, task_heads
 from ..adapter_weights import adapter_layers, check_weights, peft_keys, write_weights
@@ -146,7 +146,7 @@ def read_config(path: Path) -> LoraConfig:
         raise ValueError(f"folder: {path / CONFIG}: PEFT cannot read it: {error}") from error
     assert isinstance(config, LoraConfig)
     config.inference_mode = False  # PEFT writes True into every folder
-    check_selection(path.name, config)
+    check_values(f"folder: {path / CONFIG}", config)
     refuse_changed_base(f"folder: {path}", config)
     labels = _labels_of(path, config)
     if labels is not None:

@@ -31,7 +31,7 @@ def report(
         from mlora.report.page import render
 
         page = render(read(run_dir))
-        path = (output or RunFolder(run_dir).report).resolve()
+        path = output.resolve() if output else RunFolder(run_dir.resolve()).report  # which may be a link
         write_file(path, page.encode(errors="replace"))
         print(f"report: {path}")
 

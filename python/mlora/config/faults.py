@@ -111,7 +111,7 @@ def explain(
             if message.startswith(_KNOWN) and message in messages:
                 message = "unknown key"
             messages.add(message)
-            place = path_of(_by_name(location, fault["loc"], data))
+            place = path_of(by_name(location, fault["loc"], data))
             parts = (_source(location, where, given), place, message)
             lines.append(": ".join(part for part in parts if part))
     return list(dict.fromkeys(lines))
@@ -125,7 +125,7 @@ def path_of(location: Sequence[Any]) -> str:
     return text
 
 
-def _by_name(location: Location, place: Location, data: Mapping[str, Any]) -> Location:
+def by_name(location: Location, place: Location, data: Mapping[str, Any]) -> Location:
     """Returns a location with an item's name, if it has one, in place of its index, as for ``--set``.
 
     `place` is where the item is in `data`.

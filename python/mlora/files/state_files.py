@@ -63,10 +63,12 @@ def lost_file(folder: RunFolder, checkpoint: Mapping[str, Any], longer: Collecti
                 check_tensors(folder.states / file)
         for path, size, checksum in _checksums(folder, checkpoint, longer):
             found = path.stat().st_size
+            more = "; remove it to go on without these answers" if path == folder.samples else ""
             if size is not None and found < size:
-                return f"{path}: is damaged: expected {size} bytes, got {found}"
+                fault = f"is damaged: expected {size} bytes, got {found}" if found else "is gone or empty"
+                return f"{path}: {fault}{more}"
             if checksum is not None and checksum_of(path, size) != checksum:
-                return f"{path}: is damaged or was changed: its checksum differs"
+                return f"{path}: is damaged or was changed: its checksum differs{more}"
     except (RunError, OSError) as error:
         return file_line(error) if isinstance(error, OSError) else str(error)
     return None

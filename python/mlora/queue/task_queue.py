@@ -32,6 +32,7 @@ _RESTORE = (
 _ADVICE = {
     sqlite3.SQLITE_BUSY: "; another process is using it; try again later",
     sqlite3.SQLITE_CORRUPT: _RESTORE,
+    sqlite3.SQLITE_ERROR: _RESTORE,  # a table is missing
     sqlite3.SQLITE_NOTADB: _RESTORE,
 }
 _RUN = ""  # no task has this name

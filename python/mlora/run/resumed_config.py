@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlora.config.config_file import apply_override, resolve_config
-from mlora.config.faults import path_of
+from mlora.config.faults import by_name, path_of
 from mlora.config.run_config import RunConfig
 from mlora.config.strict import Location, shown
 from mlora.config.yaml_file import read_yaml
@@ -107,7 +107,8 @@ def changed_key(before: Any, now: Any) -> str | None:
 def changed_lines(before: Any, now: Any) -> list[str]:
     """Returns a line for each value of a config that differs and may."""
     return [
-        f"{path_of(change.location)} is {shown(change.now)}; at the checkpoint it was {shown(change.before)}"
+        f"{path_of(by_name(change.location, change.location, now))} is {shown(change.now)}; at the "
+        f"checkpoint it was {shown(change.before)}"
         for change in _changes(before, now)
         if change.free and change.location != ("output_dir",)
     ]

@@ -203,6 +203,8 @@ def _go_on(
                     f"{folder.queue}: is new, or older than the checkpoint; later requests are lost"
                 )
                 decided["taken"] = taken
+            if checkpoint.get("samples_bytes") and not folder.samples.exists():
+                reporter.warn(f"{folder.samples}: is gone, and with it answers to held-out prompts")
             came = _came(config, folder, checkpoint, queue)
             for line in changed_lines(checkpoint["config"], config.model_dump()):
                 reporter.note(f"{folder.config}: {line}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_line import Run
+from command_line import Run, only_line
 
 DEEP = "[" * 100_000
 VALUES = [None, True, -1, 1e300, "x", "\x1b[2J", [], {}, [None], {"": 0}, 10**400, [[]], {"name": ["a"]}]
@@ -135,4 +135,27 @@ def test_an_export_copies_no_links(run: Run, trained: Path, tmp_path: Path) -> N
     result = run("export", folder, "first", "--output", tmp_path / "out")
     assert result.exit_code == 1
     assert "labels.json" in result.stderr or "is a link" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("r", None, "r: expected an integer >= 1, got None"),
+        ("r", "8", "r: expected an integer >= 1, got '8'"),
+        ("lora_alpha", float("nan"), "lora_alpha: expected a finite number, got nan"),
+        ("target_modules", 5, "target_modules: expected a pattern or names, got 5"),
+        ("peft_type", "EVIL", "has an adapter of type 'EVIL', expected 'LORA'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["export", "merge"])
+def test_an_adapters_config_with_wrong_values_is_named(
+    run: Run, trained: Path, tmp_path: Path, command: str, field: str, value: Any, expected: str
+) -> None:
+    folder = shutil.copytree(trained, tmp_path / "run")
+    config = folder / "adapters" / "first" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {field: value}))
+    line = only_line(run(command, folder, "first", "--output", tmp_path / "out"))
+    assert line.startswith(f"error: {config.parent}")
+    assert line.endswith(expected)
     assert not (tmp_path / "out").exists()

@@ -368,6 +368,12 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     assert found.stdout == f"report: {folder.report}\n"
     assert "<!doctype html>" in folder.report.read_text()
     folder.check_contents(overwrite=True, inputs=[])  # a new run may replace it
+    (tmp_path / "victim").write_text("precious")
+    folder.report.unlink()
+    folder.report.symlink_to(tmp_path / "victim")
+    assert invoke("report", folder.path).stdout == f"report: {folder.report}\n"
+    assert (tmp_path / "victim").read_text() == "precious"
+    assert not folder.report.is_symlink()
     folder.clear()
     left = {path.name for path in folder.path.iterdir()}
     assert left == {"config.yaml", "metrics.jsonl"}

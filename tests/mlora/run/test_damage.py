@@ -140,6 +140,18 @@ def test_a_flipped_bit_gives_way_to_the_checkpoint_before(
     assert outcome_of(run, undisturbed) == expected
 
 
+def test_answers_that_are_gone_are_told_of(interrupted: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(interrupted, tmp_path / "run")
+    (run / "samples.jsonl").write_bytes(b"")
+    with pytest.raises(RunError, match="is gone or empty; remove it to go on without these answers"):
+        resume(run)
+    (run / "samples.jsonl").unlink()
+    said = Watching()
+    assert resume(run, settings=["adapters.best.max_steps=12"], reporter=said).exit_code == 0
+    assert f"{run}/samples.jsonl: is gone, and with it answers to held-out prompts" in said.lines
+    assert any(": adapters.best.max_steps is 12; at the checkpoint it was " in line for line in said.lines)
+
+
 def test_a_run_that_has_ended_looks_at_its_results(
     interrupted: Path, undisturbed: Any, tmp_path: Path
 ) -> None:

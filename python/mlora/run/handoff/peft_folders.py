@@ -46,12 +46,17 @@ def write_peft_folder(config: RunConfig, adapter: RunAdapter, found: FoundWeight
     Raises RunError if they cannot be written, or the base model or what the adapter began with is gone.
     """
     if found.folder is not None:
+        _check(found.folder)
         with os_errors(f"{folder}: cannot be saved"):
             folder.mkdir(parents=True, exist_ok=True)
-            for file in (found.folder / name for name in FILES):
-                if os.path.lexists(file):
-                    with open_regular(file, follow=False) as whole, open(folder / file.name, "xb") as copy:
-                        shutil.copyfileobj(whole, copy)
+        for file in (found.folder / name for name in FILES):
+            if os.path.lexists(file):
+                with (
+                    os_errors(f"{file}: cannot be copied to {folder}"),
+                    open_regular(file, follow=False) as whole,
+                    open(folder / file.name, "xb") as copy,
+                ):
+                    shutil.copyfileobj(whole, copy)
         return
     try:
         with warnings.catch_warnings():
@@ -72,11 +77,20 @@ def write_peft_folder(config: RunConfig, adapter: RunAdapter, found: FoundWeight
 def peft_folder_of(config: RunConfig, adapter: RunAdapter, found: FoundWeights) -> Iterator[Path]:
     """Yields a PEFT folder with an adapter's weights: the run's own, or one that is removed afterwards."""
     if found.folder is not None:
+        _check(found.folder)
         yield found.folder
         return
     with TemporaryDirectory(prefix="mlora-") as scratch:
         write_peft_folder(config, adapter, found, Path(scratch) / found.name)
         yield Path(scratch) / found.name
+
+
+def _check(folder: Path) -> None:
+    """Raises RunError, naming the file, unless a folder holds the config of a LoRA adapter."""
+    try:
+        read_config(folder)
+    except ValueError as error:
+        raise RunError(first_line(error).removeprefix("folder: ")) from error
 
 
 def empty_model(config: RunConfig) -> nn.Module:
