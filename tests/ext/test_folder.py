@@ -250,7 +250,7 @@ def test_unreadable_files_are_refused(saved: Path) -> None:
         ({"shiny": True}, r"the installed PEFT does not know shiny=True; upgrade PEFT"),
         ({"use_qalora": True}, r"adapter 'a': use_qalora=True is not supported"),
         ({"modules_to_save": 3}, r"modules_to_save: expected a pattern or names, got 3"),
-        ({"rank_pattern": {"q_proj": "x"}}, r"rank_pattern: expected patterns with numbers, got"),
+        ({"rank_pattern": {"q_proj": "x"}}, r"r: expected an integer >= 1, got 'x'"),
         ({"target_parameters": "x"}, r"PEFT cannot read it: `target_parameters` must be a list of strings"),
     ]:
         config.write_text(json.dumps({**fields, **change}))
