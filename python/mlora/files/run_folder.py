@@ -154,6 +154,10 @@ class RunFolder:
             folders[:] = [path.name for path, temporary in found[: len(folders)] if not temporary]
             yield from found
 
+    def left_by_killed(self) -> list[Path]:
+        """Returns what killed processes were writing, unless one is at work."""
+        return [path for path, temporary in self._contents() if temporary]
+
     def _is_temporary(self, path: Path) -> bool:
         """Whether a name is one under which a run writes one of its files or folders until it is whole."""
         relative = path.relative_to(self.path)
@@ -198,7 +202,7 @@ class RunFolder:
                         f"{self.path}: its file system does not tell when a new file's name is on the disk; "
                         "after a power failure the newest checkpoint may be missing"
                     )
-                for path in [path for path, temporary in self._contents() if temporary]:
+                for path in self.left_by_killed():
                     remove(path)
             unless_taken.pop_all()
         return metrics

@@ -171,13 +171,14 @@ def resume(
     for name, adapter in done.adapters.items():
         if adapter.state in ("stopped", "refused"):
             reporter.fault(f"{name}: {adapter.state}: {adapter.message}")
-    if not folder.plot.is_file():  # the disk was full when the run ended
-        names = [name for name, adapter in done.adapters.items() if adapter.state != "refused"]
-        plot_losses(folder.plot, names, read_metrics(folder.metrics))
-    sweep = folder.read_config().sweep
-    if sweep:  # the disk was full, or the process was killed, when the run ended
+    sweep, left = folder.read_config().sweep, folder.left_by_killed()
+    if sweep or left or not folder.plot.is_file():  # the disk was full, or the process killed, at its end
         with folder.take(reporter.warn):
-            write_outcome(folder, sweep)
+            if left or not folder.plot.is_file():
+                names = [name for name, adapter in done.adapters.items() if adapter.state != "refused"]
+                plot_losses(folder.plot, names, read_metrics(folder.metrics))
+            if sweep:
+                write_outcome(folder, sweep)
     return done
 
 
