@@ -147,7 +147,7 @@ def resume(
     reporter = reporter or Reporter()
     folder = RunFolder(Path(run_dir).resolve())
     config = resumed_config(folder, settings)  # before `take`, which creates the folder
-    done = finished_result(folder, config)
+    done, left = finished_result(folder, config), folder.left_by_killed()
     if done is None:
         with folder.take(reporter.warn) as metrics:
             done = finished_result(folder, config)  # another process may have finished it meanwhile
@@ -171,7 +171,7 @@ def resume(
     for name, adapter in done.adapters.items():
         if adapter.state in ("stopped", "refused"):
             reporter.fault(f"{name}: {adapter.state}: {adapter.message}")
-    sweep, left = folder.read_config().sweep, folder.left_by_killed()
+    sweep = folder.read_config().sweep
     if sweep or left or not folder.plot.is_file():  # the disk was full, or the process killed, at its end
         with folder.take(reporter.warn):
             if left or not folder.plot.is_file():

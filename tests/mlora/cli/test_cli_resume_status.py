@@ -84,15 +84,15 @@ def test_a_damaged_summary_is_written_anew(run: Run, trained: Path, tmp_path: Pa
     assert after["status"] == before["status"]
 
 
+@pytest.mark.draws
 def test_a_run_that_was_killed_while_it_drew_its_plot(run: Run, trained: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(trained, tmp_path / "copy")
-    drawn = (copy / "loss.png").read_bytes()
     (copy / "loss.png").write_bytes(b"of an earlier part")
-    (copy / ".loss.png.0123abcd.tmp").write_bytes(drawn[:100])
+    (copy / ".loss.png.0123abcd.tmp").write_bytes(b"the beginning")
     result = run("resume", copy)
     assert result.exit_code == 0, result.stderr
     assert "the run had ended already; nothing is left to train" in result.stdout
-    assert (copy / "loss.png").read_bytes() == drawn
+    assert (copy / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not list(copy.rglob("*.tmp"))
 
 
