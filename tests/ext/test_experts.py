@@ -166,3 +166,5 @@ def test_models_that_add_no_routers_loss_are_served() -> None:
     lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS")
     model = mx.convert_model(MixtralForSequenceClassification(config), {"a": lora, "b": lora})
     model(token_ids(2, 5), labels=torch.tensor([0, 1]), adapter_names=["a", "b"]).loss.backward()
+    for name in "ab":
+        assert all(parameter.grad is not None for parameter in mx.adapter_parameters(model, name).values())
