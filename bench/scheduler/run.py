@@ -14,6 +14,7 @@ from mlora.files.run_folder import RunFolder
 from mlora.model.base_info import BaseInfo
 from mlora.planning.task_memory import TaskMemory
 from mlora.queue.task_queue import TaskQueue
+from mlora.run.callbacks import Callbacks
 from mlora.run.decisions import Decisions
 from mlora.run.loop import TrainingLoop
 from mlora.run.prepare import Prepared, limit_memory, make_engine
@@ -76,7 +77,8 @@ class TurnRun:
             self._prepared.decisions.begin(self._queue, 0)
             writer = CheckpointWriter(folder.checkpoints, 1, metrics.sync)
             self._stack.enter_context(writer)
-            self._loop = TrainingLoop(self._prepared, metrics, writer)
+            callbacks = Callbacks(config, (), self._prepared.table.reporter)
+            self._loop = TrainingLoop(self._prepared, metrics, writer, callbacks)
             self._time(folder)
             unless_made.pop_all()
         self._caught: list[int] = []
