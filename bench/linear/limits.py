@@ -3,7 +3,9 @@
 Letters: T rows, D = d_in, O = d_out; adapter i has T_i rows and rank r_i.
 
 Bytes are those of kernels beside the base GEMM: each tensor that an operator needs is read or written once
-by it. A kernel that reads x inside the base GEMM would move less; nothing here assumes one.
+by it. That the base GEMM then reads y and dx once more, to add to them, is not counted: on an H100 it takes
+no longer for it (docs/gpu.md). A kernel that reads x inside the base GEMM would move less; nothing here
+assumes one.
 """
 
 from __future__ import annotations
@@ -70,9 +72,9 @@ def frozen(rows: int, d_in: int, d_out: int, element: int) -> Work:
 def low_rank_forward(
     lengths: Sequence[int], ranks: Sequence[int], d_in: int, d_out: int, element: int
 ) -> Work:
-    """`y += s Bᵀ`, `s = x Aᵀ`: x, A and B read, s written and read, y read and written."""
+    """`y += s Bᵀ`, `s = x Aᵀ`: x, A and B read, s written and read, y written."""
     rows, inner = sum(lengths), _inner(lengths, ranks)
-    moved = rows * (d_in + 2 * d_out) + 2 * inner + sum(ranks) * (d_in + d_out)
+    moved = rows * (d_in + d_out) + 2 * inner + sum(ranks) * (d_in + d_out)
     return Work(2.0 * inner * (d_in + d_out), float(element * moved))
 
 
@@ -81,10 +83,10 @@ def low_rank_backward(
 ) -> Work:
     """`ds = dy B`, `dB = dyᵀ s`, `dA = dsᵀ x`, `dx += ds A`.
 
-    dy, x, s, A and B read, ds written and read, dx read and written, dA and dB written.
+    dy, x, s, A and B read, ds written and read, dx, dA and dB written.
     """
     rows, inner = sum(lengths), _inner(lengths, ranks)
-    moved = rows * (d_out + 3 * d_in) + 3 * inner + 2 * sum(ranks) * (d_in + d_out)
+    moved = rows * (d_out + 2 * d_in) + 3 * inner + 2 * sum(ranks) * (d_in + d_out)
     return Work(4.0 * inner * (d_in + d_out), float(element * moved))
 
 

@@ -34,10 +34,6 @@ inline Queue queue_of(const Tensor& tensor) {
 }
 #endif
 
-inline void check_launch(int error, const char* kernel) {
-  MLORA_CHECK(error == 0, kernel, ": CUDA error ", error);
-}
-
 // A contiguous tensor of a dtype and number of dimensions on the device.
 inline void check_dense(const Tensor& tensor, const char* name, int64_t dimensions, ScalarType type) {
   MLORA_CHECK(on_device(tensor) && tensor.dim() == dimensions && tensor.scalar_type() == type &&

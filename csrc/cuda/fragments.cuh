@@ -17,14 +17,15 @@ template <int kM, int kN>
 struct Fragment {
   float value[kM][kN][4];
 
-  __device__ void clear() {
+  __device__ void clear() { fill(0.0f); }
+  __device__ void fill(float number) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          value[m][n][i] = 0.0f;
+          value[m][n][i] = number;
         }
       }
     }

@@ -113,17 +113,27 @@ struct GradientOut {
   }
 };
 
-// dx of rows without adapter.
+// One number as dx of all rows of a split.
 template <bool kAligned, typename T>
-__device__ inline void clear_dx(const GradientArguments& arguments, const Split& split, int first_column,
-                                int columns, unsigned char* turn) {
+__device__ inline void fill_dx(const GradientArguments& arguments, const Split& split, int first_column,
+                               int columns, float value, unsigned char* turn) {
   for (int i = split.tile_begin; i < split.tile_end; ++i) {
     const Tile tile = read(arguments.plan.tiles + i);
     T* out = row_at(static_cast<T*>(arguments.dx.data), arguments.dx.stride, tile.row) + first_column;
-    Delta zero;
-    zero.clear();
-    store_delta<kAligned>(zero, out, arguments.dx.stride, tile.rows, columns, turn);
+    Delta all;
+    all.fill(value);
+    store_delta<kAligned>(all, out, arguments.dx.stride, tile.rows, columns, turn);
   }
+}
+
+// Whether there is memory for the partial sums of a split's adapter. None is there for a plan of another
+// layout: its gradients are NaN, and it takes no tickets.
+__device__ inline bool has_slots(const GradientArguments& arguments, const Split& split) {
+  if (split.slot < 0) {
+    return true;
+  }
+  const Group group = read(arguments.plan.groups + split.adapter);
+  return group.slot_begin + group.slot_count <= arguments.slots;
 }
 
 // kLayers layers from `first_layer` on; those before, and panels before, have written dx already.
@@ -139,12 +149,9 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   const bool need_dx = kDx && arguments.dx.data != nullptr;
   const bool need_rows = !kDx || arguments.gradient != nullptr;
   const bool add_dx = arguments.add_dx || first_layer > 0 || panel_index > 0;
-  if (split.slot >= arguments.slots) {
-    return;  // a plan of another layout: there is no memory for its sums
-  }
   if (split.adapter < 0) {
     if (need_dx && !add_dx) {
-      clear_dx<kAligned, T>(arguments, split, first_column, columns, shared_memory());
+      fill_dx<kAligned, T>(arguments, split, first_column, columns, 0.0f, shared_memory());
     }
     return;
   }
@@ -163,6 +170,17 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
     return;
   }
   const int first_rank = panel_index * kRanks;
+  if (need_rows && !has_slots(arguments, split)) {
+    for (int layer = 0; layer < kLayers; ++layer) {
+      const GradientOut<T> out{arguments, split, first_layer + layer, first_rank, first_column};
+      for_each_number(arguments, ranks[layer], columns,
+                      [&](int64_t, int rank, int column) { out.write_final(rank, column, NAN); });
+    }
+    if (need_dx) {
+      fill_dx<kAligned, T>(arguments, split, first_column, columns, NAN, shared_memory());
+    }
+    return;
+  }
   const int tile_count = split.tile_end - split.tile_begin;
   // of every layer, but for the layer's index
   const Dropout dropout =

@@ -2,8 +2,8 @@
 #include <vector>
 
 #include "cpu/plan.h"
-#include "cuda/device_tensors.h"
 #include "cuda/dropout_mask.h"
+#include "cuda/tickets.h"
 
 namespace mlora::cuda {
 namespace {
@@ -30,8 +30,8 @@ Tensor dropout_mask(const Tensor& segments, const Tensor& dropout_p, const Tenso
   for (const RowBlock& block : plan.blocks) {
     const MaskSegment segment{block.begin, block.begin + block.rows, block.philox_row,
                               plan.adapters[static_cast<size_t>(block.adapter)].dropout};
-    check_launch(launch_dropout_mask(segment, columns, static_cast<bool*>(mask.mutable_data_ptr()), queue),
-                 "dropout_mask");
+    bool* first = static_cast<bool*>(mask.mutable_data_ptr());
+    check_launch(queue, launch_dropout_mask(segment, columns, first, queue), "dropout_mask");
   }
   return mask;
 }

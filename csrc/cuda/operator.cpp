@@ -24,7 +24,8 @@ Tensor plan(const Tensor& segments, int64_t rows, int64_t adapters, int64_t tile
   Split* first_split = reinterpret_cast<Split*>(first + tiles);
   const PlanTables tables = {first, static_cast<int32_t>(tiles), first_split, static_cast<int32_t>(splits),
                              reinterpret_cast<Group*>(first_split + splits)};
-  check_launch(launch_plan(batch, tables, queue_of(segments)), "plan");
+  const Queue queue = queue_of(segments);
+  check_launch(queue, launch_plan(batch, tables, queue), "plan");
   return made;
 }
 
@@ -103,8 +104,8 @@ std::tuple<Tensors, Tensor, OptionalTensor> forward(
   Partials partials(call);
   partials.add_shrink(shrink.partial, call.columns, call.layers);
   partials.allocate(x);
-  check_launch(launch_shrink(shrink, call.queue), "shrink");
-  check_launch(launch_expand(expand, call.queue), "expand");
+  check_launch(call.queue, launch_shrink(shrink, call.queue), "shrink");
+  check_launch(call.queue, launch_expand(expand, call.queue), "expand");
   for (size_t i = 0; i < weights.size(); ++i) {
     add_product(products[i], x, transposed(weights[i]));
   }
@@ -176,10 +177,10 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
   }
   partials.allocate(x);
   if (need_ds || db) {
-    check_launch(launch_read_dy(read_dy, call.queue), "read_dy");
+    check_launch(call.queue, launch_read_dy(read_dy, call.queue), "read_dy");
   }
   if (need_ds) {
-    check_launch(launch_read_x(read_x, call.queue), "read_x");
+    check_launch(call.queue, launch_read_x(read_x, call.queue), "read_x");
   }
   for (size_t i = 0; multiplies && i < dys.size(); ++i) {
     add_product(dx, dys[i], weights[i]);

@@ -6,12 +6,16 @@
 #include <tuple>
 
 namespace mlora::cuda {
+namespace {
+
+using Key = std::tuple<int, void*, uint64_t>;  // device, stream, capture
+std::mutex mutex;
+// never destroyed: when a process ends, the device may go first
+auto& kept = *new std::map<Key, Tensor>;
+
+}  // namespace
 
 Tensor tickets_of(const Queue& queue, const Tensor& like, int64_t count) {
-  using Key = std::tuple<int, void*, uint64_t>;
-  static std::mutex mutex;
-  // never destroyed: when a process ends, the device may go first
-  static auto& kept = *new std::map<Key, Tensor>;
   constexpr int64_t kLeast = 16384;
   const std::lock_guard<std::mutex> lock(mutex);
   const Key key{queue.device, queue.stream, capture_of(queue)};
@@ -27,6 +31,14 @@ Tensor tickets_of(const Queue& queue, const Tensor& like, int64_t count) {
     found = kept.insert_or_assign(key, zeros).first;
   }
   return found->second;
+}
+
+void check_launch(const Queue& queue, int error, const char* kernel) {
+  if (error != 0) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    kept.erase({queue.device, queue.stream, capture_of(queue)});
+  }
+  MLORA_CHECK(error == 0, kernel, ": CUDA error ", error);
 }
 
 }  // namespace mlora::cuda

@@ -10,4 +10,8 @@ namespace mlora::cuda {
 // on any stream.
 Tensor tickets_of(const Queue& queue, const Tensor& like, int64_t count);
 
+// Raises an error if a launch failed. Programs may then have taken tickets that nobody puts back, so the next
+// call gets new ones.
+void check_launch(const Queue& queue, int error, const char* kernel);
+
 }  // namespace mlora::cuda

@@ -18,7 +18,7 @@ _ADDRESS, _SHAPE, _STRIDE = Tensor.data_ptr, attrgetter("shape"), Tensor.stride
 _KEPT = 4096
 _ALIGNMENT = 16
 _MOST_ROW_BYTES = 1 << 24
-_captured: list[Tensor] = []
+_captured: set[Tensor] = set()
 """Tables whose addresses stand in captured CUDA graphs; nobody tells when a graph goes."""
 _Place = tuple[int, int, int, int, int]
 _Addresses = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]
@@ -114,7 +114,7 @@ def factors_of(
     described = _described(_addresses(matrices), existing, transposed, size, device)
     made = Factors(matrices, *described, gradients, gradients is not None)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured.append(made.table)
+        _captured.add(made.table)
     return made
 
 

@@ -145,8 +145,13 @@ class LoRADropout:
 
         Args:
             device: the tensors' device; they are copied to it once.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, and a probability is not 0.
         """
         device = torch.device(device)
+        if any(self.p):
+            refuse_capture(device)
 
         def made() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             steps = [self.step] * len(self.p) if isinstance(self.step, int) else self.step
@@ -163,6 +168,15 @@ def rng_table(seeds: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
     """Returns the operator's `dropout_rng`: `[N, 2]` int64 `(seed, step)`; a 64-bit seed keeps its bits."""
     rows = [(_signed(seed), step) for seed, step in zip(seeds, steps, strict=True)]
     return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 2)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises RuntimeError while a CUDA graph is captured: it would draw the same masks at every replay."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "dropout: a CUDA graph would draw the same masks at every replay; capture with p = 0, or run "
+            "this step without a graph"
+        )
 
 
 def check_probability(name: str, p: float) -> None:

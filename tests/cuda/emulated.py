@@ -125,6 +125,11 @@ def without_kernels() -> Iterator[None]:
         library.mlora_emulator_skip(False)
 
 
+def fail_next(launch: str) -> None:
+    """The next launch of this name ends with an error after half of its programs."""
+    ctypes.CDLL(str(build())).mlora_emulator_fail(launch.encode())
+
+
 @contextmanager
 def shared_memory(kibibytes: int) -> Iterator[None]:
     """Gives blocks so much shared memory, as some devices do."""

@@ -116,6 +116,7 @@ struct Watch {
 Watch watch;
 bool launches_do_nothing = false;
 int shared_limit = 227 * 1024;
+std::string failing;
 
 [[noreturn]] void die(const char* message) {
   std::fprintf(stderr, "emulator: %s (block %d %d %d, thread %d)\n", message, machine.block[0],
@@ -305,10 +306,10 @@ void load_all(void* const* operands, bool transpose) {
 void load_matrices_work(void* const* operands) { load_all(operands, false); }
 void load_transposed_matrices_work(void* const* operands) { load_all(operands, true); }
 
-void run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, void (*run)(const void*),
-              const void* call) {
+int run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, void (*run)(const void*),
+             const void* call) {
   if (launches_do_nothing) {
-    return;
+    return 0;
   }
   if (shared_bytes > shared_limit) {
     die("a block asks for too much shared memory");
@@ -331,6 +332,11 @@ void run_grid(const char* name, const Grid& grid, int threads, int shared_bytes,
   std::vector<int64_t> order(static_cast<size_t>(grid.x * grid.y * grid.z));
   std::iota(order.begin(), order.end(), int64_t{0});
   std::shuffle(order.begin(), order.end(), machine.random);
+  const bool fails = failing == name;
+  if (fails) {
+    failing.clear();
+    order.resize(order.size() / 2);
+  }
   for (const int64_t index : order) {
     machine.block[0] = static_cast<int>(index % grid.x);
     machine.block[1] = static_cast<int>(index / grid.x % grid.y);
@@ -344,6 +350,7 @@ void run_grid(const char* name, const Grid& grid, int threads, int shared_bytes,
          << ' ' << watch.writes.bytes << ' ' << 32 * watch.writes.sectors.size() << '\n';
     watch.log += line.str();
   }
+  return fails ? 719 : 0;
 }
 
 }  // namespace mlora::cuda
@@ -357,6 +364,11 @@ extern "C" __attribute__((visibility("default"))) void mlora_emulator_watch(bool
 // Shared memory that a block may have from now on.
 extern "C" __attribute__((visibility("default"))) void mlora_emulator_limit(int bytes) {
   mlora::cuda::shared_limit = bytes;
+}
+
+// The next launch of this name ends with an error after half of its programs.
+extern "C" __attribute__((visibility("default"))) void mlora_emulator_fail(const char* name) {
+  mlora::cuda::failing = name;
 }
 
 // Whether launches are left out from now on, for measurements of the host's part.

@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import emulated
 import pytest
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 import mlora_ext as mx
 from mlora_ext.backends import one_layer
 from mlora_ext.backends.interface import Layer
+from mlora_ext.backends.plan import Plan, PlanCache
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops.dropout import philox_mask
 
@@ -325,6 +328,42 @@ def test_devices_with_less_shared_memory(backend: str, dtype: torch.dtype, rank:
     assert (found[-1] - expected[-1]).abs().max() <= 4 * eps * expected[-1].abs().max(), (
         "dx is rounded more often"
     )
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("launch", ["shrink", "read_dy", "read_x"])
+def test_sums_after_a_failed_launch(launch: str) -> None:
+    """Half of its programs have taken their tickets."""
+    case = make([8, 6], [1100, 130], [0, 1], d_in=1100, d_out=1100, dtype=torch.bfloat16)
+    expected = case.run()
+    emulated.fail_next(launch)
+    with pytest.raises(RuntimeError, match=f"{launch}: CUDA error 719"):
+        case.run()
+    for _ in range(2):
+        assert all(map(torch.equal, case.run(), expected))
+
+
+def test_gradients_without_memory_for_their_sums_are_nan(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan of another layout, with fewer slots: nothing of it goes unnoticed."""
+    case = without_base(make([8, 6, 3], [1100, 30, 2100], [0, 1, 2], p=0.1))
+    expected = gradients(backend, case, ALL)
+    planned = PlanCache.get
+
+    def short(*arguments: Any) -> Plan:
+        plan = planned(*arguments)
+        return replace(plan, sizes=replace(plan.sizes, slots=2))
+
+    monkeypatch.setattr(PlanCache, "get", short)
+    (dx,), da, db = gradients(backend, case, ALL)
+    monkeypatch.undo()
+    assert torch.equal(dx[:1130], expected[0][0][:1130])
+    assert dx[1130:].isnan().all()
+    for found, wanted in ((da, expected[1]), (db, expected[2])):
+        assert all(map(torch.equal, found[:2], wanted[:2]))
+        assert found[2].isnan().all()
+    assert all(map(torch.equal, gradients(backend, case, ALL)[1], expected[1])), "tickets are as before"
 
 
 @pytest.fixture

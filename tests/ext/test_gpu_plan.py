@@ -3,6 +3,8 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import mlora_ext as mx
 from mlora_ext.backends.factors import factors_of, own_gradients
 from mlora_ext.backends.plan import Plan, PlanCache, PlanSizes
 from mlora_ext.backends.selection import gpu_operator
+from mlora_ext.nn.routing.route import RouteTensors
 from mlora_ext.upload import once_per_stream, to_device
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
@@ -258,6 +261,23 @@ def test_no_table_is_copied_while_a_graph_is_captured(monkeypatch: pytest.Monkey
     assert once_per_stream(kept, "key", device, lambda: "d") == "a"
     with pytest.raises(RuntimeError, match="while a CUDA graph is captured; run a step before"):
         to_device(torch.zeros(1), device)
+
+
+def test_no_masks_are_drawn_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay would draw the same. Nothing is refused where nothing is dropped."""
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    device = torch.device("cuda")
+    table = SimpleNamespace(device=device)
+    route = RouteTensors((), 9, table, False, table, "scaling", "p", "rng", None)
+    with pytest.raises(RuntimeError, match="would draw the same masks at every replay; capture with p = 0"):
+        route.plan("layer")
+    with pytest.raises(RuntimeError, match="would draw the same masks"):
+        mx.LoRADropout([0.0, 0.1], [1, 2]).tensors(device)
+    assert replace(route, dropout_p=None).plan("layer")[2] is None
+    assert route.plan(None)[2] is None
+    capturing = False
+    assert route.plan("layer") == (table, "scaling", "p", "rng", "layer")
 
 
 def test_factors_of_a_bank_and_of_loose_matrices() -> None:

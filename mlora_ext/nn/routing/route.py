@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from ...ops.dropout import rng_table
+from ...ops.dropout import refuse_capture, rng_table
 from ...ops.segments import SegmentLayout
 from ...upload import to_device
 from .adapter_info import AdapterInfo
@@ -94,9 +94,14 @@ class RouteTensors:
 
         Args:
             layer: index of the layer, or of each of several that share x; None = nothing is dropped.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, and something is dropped.
         """
         if layer is None:
             return self.segments, self.scaling, None, None, None
+        if self.dropout_p is not None and not torch.compiler.is_compiling():
+            refuse_capture(self.segments.device)
         return self.segments, self.scaling, self.dropout_p, self.dropout_rng, layer
 
     @torch.inference_mode(False)
