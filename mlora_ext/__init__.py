@@ -2,12 +2,14 @@
 
 from .backends.selection import save_dropout_masks, use_backend
 from .nn import (
+    HeldGradients,
     MultiLoRALinear,
     adapter_parameters,
     add_adapter,
     convert_model,
     disable_adapter,
     from_peft,
+    hold_gradients,
     initialise_from_data,
     initialise_from_weights,
     load_adapter,
@@ -24,6 +26,7 @@ from .ops.functional import multi_lora_linear
 from .ops.segments import SegmentLayout
 
 __all__ = [
+    "HeldGradients",
     "LoRADropout",
     "MultiLoRALinear",
     "SegmentLayout",
@@ -32,6 +35,7 @@ __all__ = [
     "convert_model",
     "disable_adapter",
     "from_peft",
+    "hold_gradients",
     "initialise_from_data",
     "initialise_from_weights",
     "load_adapter",

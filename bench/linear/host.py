@@ -11,6 +11,9 @@ own dispatch comes on top. `cpu, 64 rows` does everything. `frozen` is the same 
 `blocks` are of 32 blocks of 7 layers, connected as a Llama's: q, k and v share x, and gate and up do, which
 `cuda` computes in one call each.
 
+The rows `own loop` are of a loop of one's own, with forward, backward and `zero_grad()`; `held` of the same
+loop after `hold_gradients`. The time of an optimizer is not in it.
+
 Each part has a process of its own. Counts of adapters take turns of five steps, as training repeats one
 model's steps; the first of a turn finds the processor's caches full of another model's objects and does not
 count. Medians.
@@ -133,6 +136,31 @@ class Trained:
             return timed(self.model, self.x, self.dy)
 
 
+class OwnLoop(Trained):
+    """The same in a loop of one's own, where autograd adds to gradients, and each step makes them anew."""
+
+    def __init__(self, adapters: int, rows: int, make: Make = Chain) -> None:
+        super().__init__(adapters, rows, make)
+        router_of(self.model).accumulates = False
+        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad])
+        self.zero: Callable[[], Any] = self.optimizer.zero_grad
+        self.zero()
+
+    def step(self) -> tuple[float, float]:
+        forward, backward = super().step()
+        start = time.perf_counter()
+        self.zero()
+        return forward, backward + time.perf_counter() - start
+
+
+class HeldLoop(OwnLoop):
+    """The same after `hold_gradients`."""
+
+    def __init__(self, adapters: int, rows: int, make: Make = Chain) -> None:
+        super().__init__(adapters, rows, make)
+        self.zero = mx.hold_gradients(self.model).zero
+
+
 class Frozen:
     """The model without adapters, whose input needs a gradient."""
 
@@ -154,22 +182,28 @@ def timed(model: nn.Module, x: Tensor, dy: Tensor) -> tuple[float, float]:
     return middle - start, time.perf_counter() - middle
 
 
-CASES: dict[str, tuple[int, Make, Callable[[], Any]]] = {
-    "cpu": (0, Chain, nullcontext),
-    "cpu, blocks": (0, blocks, nullcontext),
-    "cuda": (0, Chain, partial(stubbed, "cuda")),
-    "cuda, blocks": (0, blocks, partial(stubbed, "cuda")),
-    "triton": (0, Chain, partial(stubbed, "triton")),
-    "cpu, 64 rows": (64, Chain, nullcontext),
+CASES: dict[str, tuple[type[Trained], int, Make, Callable[[], Any]]] = {
+    "cpu": (Trained, 0, Chain, nullcontext),
+    "cpu, blocks": (Trained, 0, blocks, nullcontext),
+    "cuda": (Trained, 0, Chain, partial(stubbed, "cuda")),
+    "cuda, blocks": (Trained, 0, blocks, partial(stubbed, "cuda")),
+    "triton": (Trained, 0, Chain, partial(stubbed, "triton")),
+    "cpu, 64 rows": (Trained, 64, Chain, nullcontext),
+    "own loop, cpu": (OwnLoop, 0, Chain, nullcontext),
+    "held, cpu": (HeldLoop, 0, Chain, nullcontext),
+    "own loop, cpu, 64 rows": (OwnLoop, 64, Chain, nullcontext),
+    "held, cpu, 64 rows": (HeldLoop, 64, Chain, nullcontext),
+    "own loop, cuda, blocks": (OwnLoop, 0, blocks, partial(stubbed, "cuda")),
+    "held, cuda, blocks": (HeldLoop, 0, blocks, partial(stubbed, "cuda")),
 }
-"""Rows, model and backend."""
+"""Loop, rows, model and backend."""
 
 
 def measure(title: str, rounds: int) -> dict[str, dict[str, float]]:
     """Returns µs of a layer's forward, backward and both, by the number of adapters and for `frozen`."""
     torch.set_num_threads(1)
-    rows, make, around = CASES[title]
-    cases: dict[str, Trained | Frozen] = {str(count): Trained(count, rows, make) for count in COUNTS}
+    loop, rows, make, around = CASES[title]
+    cases: dict[str, Trained | Frozen] = {str(count): loop(count, rows, make) for count in COUNTS}
     cases["frozen"] = Frozen(rows, make)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     with around():
@@ -196,7 +230,7 @@ def lines_of(title: str, found: dict[str, dict[str, float]]) -> Iterator[str]:
         more = "" if name == "frozen" else f"{us['both'] / one:11.2f}"
         step = 1e-3 * LAYERS * us["both"]
         yield (
-            f"{title:14} {what:12} {us['forward']:10.1f} {us['backward']:10.1f} {us['both']:8.1f} "
+            f"{title:24} {what:12} {us['forward']:10.1f} {us['backward']:10.1f} {us['both']:8.1f} "
             f"{step:12.1f} {more}"
         )
 
@@ -211,7 +245,7 @@ def main() -> None:
     info = machine.describe()
     lines = [
         f"{info['processor']}, 1 thread, torch {info['torch']}, commit {info['commit']}",
-        f"{'':27} {'forward µs':>10} {'backward':>10} {'layer':>8} {'224 layers ms':>12} {'to 1':>11}",
+        f"{'':37} {'forward µs':>10} {'backward':>10} {'layer':>8} {'224 layers ms':>12} {'to 1':>11}",
     ]
     print("\n".join(lines))
     results = {}

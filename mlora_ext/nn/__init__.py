@@ -7,6 +7,7 @@ from .bank import AdapterBank
 from .checkpointing import checkpoint_contexts
 from .convert import convert_model, load_adapter
 from .frozen_weights import pack_base, set_frozen_weights
+from .held_gradients import HeldGradients, hold_gradients
 from .interop.merging import merge_and_unload
 from .interop.peft_folder import save_adapter
 from .interop.peft_model import from_peft
@@ -17,6 +18,7 @@ from .start.from_weights import initialise_from_weights
 
 __all__ = [
     "AdapterBank",
+    "HeldGradients",
     "MultiLoRALinear",
     "adapter_parameters",
     "add_adapter",
@@ -24,6 +26,7 @@ __all__ = [
     "convert_model",
     "disable_adapter",
     "from_peft",
+    "hold_gradients",
     "initialise_from_data",
     "initialise_from_weights",
     "load_adapter",

@@ -105,6 +105,8 @@ def remove_adapter(model: nn.Module, name: str) -> None:
     for layer in adapter_layers(model, name).values():
         layer.take(name)
     del router.adapters[name]
+    if router.held_gradients is not None:
+        router.held_gradients.forget(name)
     router.default = None if router.default == name else router.default
     regroup(model)
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import weakref
 
 import pytest
@@ -12,6 +13,7 @@ from models import assert_same, converted, gradients, token_ids
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import mlora_ext as mx
 from mlora_ext.frozen.plain import PlainWeight
@@ -281,3 +283,131 @@ def test_differentiable_once_and_not_by_functional_transforms() -> None:
 
     torch.func.grad(loss)(x.detach())
     assert served == [False], "autograd's way, whose message says what is missing"
+
+
+def own_loop(model: nn.Module, batches: list[torch.Tensor], hold: bool) -> dict[str, torch.Tensor]:
+    """The weights after steps of two micro-batches each, with an optimizer for each adapter."""
+    parameters = {name: list(mx.adapter_parameters(model, name).values()) for name in ("a", "b")}
+    optimizers = {name: torch.optim.AdamW(own, lr=1e-2) for name, own in parameters.items()}
+    held = mx.hold_gradients(model) if hold else None
+    for ids in batches:
+        for part in ids.split(2):
+            train(model, part)
+        for name, optimizer in optimizers.items():
+            torch.nn.utils.clip_grad_norm_(parameters[name], 0.1)
+            optimizer.step()
+            if held is None:
+                optimizer.zero_grad()
+            else:
+                held.zero([name])
+    return {
+        key: p.detach().clone()
+        for name in parameters
+        for key, p in mx.adapter_parameters(model, name).items()
+    }
+
+
+MIXTURES = {
+    "plain": {},
+    "DoRA": {"use_dora": True},
+    "head": {"modules_to_save": ["lm_head"]},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "bias": {"lora_bias": True},
+}
+
+
+@pytest.mark.parametrize("backend", QUICK, indirect=True)
+@pytest.mark.parametrize("which", MIXTURES)
+def test_a_loop_of_ones_own(which: str) -> None:
+    """The same weights, also where some layers keep autograd's way."""
+    config = {"target_modules": "all-linear", **MIXTURES[which]}
+    model = converted(1, a=LoraConfig(r=3, **config), b=LoraConfig(r=5, target_modules="all-linear")).train()
+    start, batches = copy.deepcopy(model.state_dict()), [token_ids(4, 5) for _ in range(3)]
+    expected = own_loop(model, batches, hold=False)
+    model.load_state_dict(start)
+    for p in model.parameters():
+        p.grad = None
+    found = own_loop(model, batches, hold=True)
+    assert any(layer.written for layer in model.modules() if isinstance(layer, MultiLoRALinear))
+    assert not torch.equal(found[key := next(iter(found))], start[key])
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("backend", QUICK, indirect=True)
+@pytest.mark.parametrize("how", ["zero_grad", "moved", "hook", "frozen"])
+def test_a_step_without_the_held_gradients_is_refused(how: str) -> None:
+    model, ids = converted(1, **CONFIGS).train(), token_ids(2, 5)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
+    held = mx.hold_gradients(model)
+    own = mx.adapter_parameters(model, "b")
+    name, parameter = list(own.items())[-1]
+    match how:
+        case "zero_grad":
+            torch.optim.SGD([parameter]).zero_grad()
+        case "moved":
+            model.double().float()
+            name = next(iter(mx.adapter_parameters(model, "a")))
+        case "hook":
+            parameter.register_hook(lambda grad: grad)
+        case "frozen":
+            parameter.requires_grad_(False)
+    train(model, ids)
+    before = [p.detach().clone() for p in own.values()]
+    with pytest.raises(RuntimeError, match=f"^{re.escape(name)}: .*call") as refused:
+        optimizer.step()
+    assert ("zero()" in str(refused.value)) == (how in ("zero_grad", "moved"))
+    assert all(map(torch.equal, own.values(), before))
+    parameter.requires_grad_(True)
+    held = mx.hold_gradients(model)
+    held.zero()
+    train(model, ids)
+    optimizer.step()
+    assert not torch.equal(parameter, before[-1]), "B; A has no gradient while B is zero"
+
+
+@pytest.mark.parametrize("backend", QUICK, indirect=True)
+def test_held_gradients_notice_a_step_before_backward() -> None:
+    model, ids = converted(1, **CONFIGS).train(), token_ids(2, 5)
+    mx.hold_gradients(model)
+    loss = model(input_ids=ids, adapter_names=["a", "b"], labels=ids).loss
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    other = torch.optim.SGD(mx.adapter_parameters(model, "b").values(), lr=1.0)
+    other.step()
+    with pytest.raises(RuntimeError, match="adapter 'b' was changed in place between forward and backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("backend", QUICK, indirect=True)
+def test_held_gradients_come_and_go() -> None:
+    """Gradients there are keeps their values; adapters that come later have none until the next call; copies
+    of the model, and the model after `release`, go autograd's way.
+    """
+    model, ids = converted(1, **CONFIGS).train(), token_ids(2, 5)
+    train(model, ids)
+    before = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    held = mx.hold_gradients(model)
+    assert held.buffers.keys() == {"a", "b"}
+    assert all(torch.equal(dict(model.named_parameters())[key].grad, grad) for key, grad in before.items())
+    norm = torch.linalg.vector_norm(torch.cat([before[key].flatten() for key in before if ".a." in key]))
+    assert_same_up_to_rounding(torch.linalg.vector_norm(held.buffers["a"][0]), norm, "norm")
+    mx.add_adapter(model, "c", LoraConfig(r=2, target_modules="all-linear"))
+    with pytest.raises(ValueError, match="no gradients are held of 'c'; call hold_gradients again"):
+        held.zero(["a", "c"])
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    train(twin, ids)
+    torch.optim.SGD(mx.adapter_parameters(twin, "a").values()).step()
+    assert_same({key: g for key, g in gradients(twin).items()}, before)
+    gone = weakref.ref(held.buffers["a"][0].untyped_storage())
+    mx.remove_adapter(model, "a")
+    gc.collect()
+    assert gone() is None
+    held.release()
+    model.zero_grad()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad]).step()
+    hooks = len(_global_optimizer_pre_hooks)
+    mx.hold_gradients(model)
+    assert len(_global_optimizer_pre_hooks) == hooks + 1
+    del model, held, twin
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == hooks, "the model is gone, and so are they"

@@ -68,6 +68,7 @@ class Router:
         frozen_kind: makes the weights of layers that are converted later; None: plain.
         accumulates: whether backward may add to adapters' `grad` in place. Who sets it calls only
             `Tensor.backward`, without `inputs=`, and tells `moved` and `updates.record` what they ask for.
+        held_gradients: what `hold_gradients` holds of the model; None: nothing.
         moves: counts calls of `moved`.
         updates: counts updates of adapters in place.
         fused_projections: groups of layers that share their input.
@@ -86,6 +87,7 @@ class Router:
         self.disabled = False
         self.frozen_kind: FrozenKind | None = None
         self.accumulates = False
+        self.held_gradients: Any = None
         self.moves = 0
         self.updates = Updates()
         self.fused_projections: Sequence[SharedInput] = ()
@@ -105,6 +107,8 @@ class Router:
             **self.__dict__,
             "active": None,
             "observer": None,
+            "held_gradients": None,
+            "accumulates": self.accumulates and self.held_gradients is None,
             "selected": {},
             "_entered_in_backward": False,
             "_unrouted_reads": {},
