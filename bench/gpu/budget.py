@@ -1,8 +1,9 @@
 """What the `cuda` backend's launches must cost on an H200: bytes from shapes, instructions from machine code.
 
-Nothing here is measured on a GPU. A launch takes as long as its bytes or its instructions need, whichever is
-more, and a gap. Bytes are those that must come from memory or go there once; `tests/cuda/test_gpu_budget.py`
-compares them with what the kernels read and write in the emulator.
+A launch takes as long as its bytes or its instructions need, whichever is more, and a gap. What that leaves
+out was seen on an H100 (docs/gpu.md): the fixed work of programs that are many and short. Bytes are those
+that must come from memory or go there once; `tests/cuda/test_gpu_budget.py` compares them with what kernels
+read and write in the emulator.
 
 Letters: T rows, D = d_in, O = d_out of a layer, R largest rank, N adapters, L layers that share x.
 """
@@ -13,8 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-BANDWIDTH = 4.3e12
-"""Bytes a second. This and `FLOPS` were measured on an H200 before, not by this repository."""
+COPY = 4.3e12
+"""Bytes a second of a copy. This and `FLOPS` were measured on an H200 before, not by this repository."""
+BANDWIDTH = 0.9 * COPY
+"""Bytes a second of a launch."""
 FLOPS = 790e12
 ISSUE = 0.7 * 132 * 4 * 1.755e9
 """Instructions of warps a second: seven tenths of what 132 multiprocessors can issue."""
@@ -23,11 +26,12 @@ GAP = 1e-6
 ADDED = 0.0
 """Share of the time of its bytes that a frozen product takes longer if it adds to what is there: on an H100
 products of 8192 rows took as long either way (`bench/results/gpu-h100/launches.txt`)."""
-TWICE = 0.3
-"""Share of dy that comes from memory twice."""
+TWICE = 0.4
+"""Share of dy that comes from memory twice, as seen on an H100."""
 EXTENSION = 64
 """The low-rank columns of an extended base come in multiples of this."""
-COLUMN_SPLIT, TILE_ROWS, SPLIT_TILES, WORD_COLUMNS = 1024, 64, 16, 32
+QUARTERS, UNIT, TILE_ROWS, SPLIT_TILES, WORD_COLUMNS = 4, 128, 64, 16, 32
+MULTIPROCESSORS = 132
 ROW, FACTOR, SUM, WORD = 2, 4, 4, 4
 """Bytes of a number of the rows (bf16), of an adapter (fp32), of a partial sum, of 32 keep bits."""
 
@@ -85,15 +89,19 @@ def traffic(call: Call) -> dict[str, Traffic]:
     T, R, L, D = call.total_rows, max(call.ranks), call.layers, call.d_in
     outs, ranks = sum(call.d_outs), sum(call.ranks)
     s = L * T * R * ROW
+    owned = list(zip(call.rows, call.ranks, strict=True))
     # up to an adapter's own rank, in sectors of 32 bytes
-    owned = zip(call.rows, call.ranks, strict=True)
     s_read = L * ROW * sum(n * min(R, 16 * _ceil_div(r, 16)) for n, r in owned)
+    programs = L * sum(_ceil_div(n, TILE_ROWS) for n in call.rows)
     keep = L * T * _ceil_div(D, WORD_COLUMNS) * WORD if call.dropout and call.saves_masks else 0
     a, b = L * ranks * D * FACTOR, ranks * outs * FACTOR
 
     def parts_of_sum(width: int) -> int:
-        splits = _ceil_div(width, COLUMN_SPLIT)
-        return splits * T * R * SUM if splits > 1 else 0
+        if 2 * programs >= MULTIPROCESSORS:
+            return 0
+        quarter = UNIT * _ceil_div(width, QUARTERS * UNIT)
+        parts = _ceil_div(width, quarter)
+        return 2 * parts * SUM * sum(n * r for n, r in owned) if parts > 1 else 0
 
     def parts_of_gradient(width: int) -> int:
         runs = [_ceil_div(_ceil_div(n, TILE_ROWS), SPLIT_TILES) for n in call.rows]
@@ -136,14 +144,22 @@ class Cost(NamedTuple):
 def costs(call: Call, instructions: Instructions) -> list[Cost]:
     """Returns every launch of forward and backward, in order."""
     T, L, D, outs = call.total_rows, call.layers, call.d_in, sum(call.d_outs)
-    panel = next(width for width in (16, 32, 64, 128) if max(call.ranks) <= width or width == 128)
     masks = 0 if not call.dropout else 2 if call.saves_masks else 1
-    at_once = min(L, 3 if panel <= 64 else 1)
+    at_once = min(L, 3 if max(call.ranks) <= 64 else 1)
+
+    def mean(count: Callable[[int], float]) -> float:
+        """Of all rows: each tile takes the width of its own adapter."""
+        widths = [next(w for w in (16, 32, 64, 128) if rank <= w or w == 128) for rank in call.ranks]
+        return sum(n * count(w) for n, w in zip(call.rows, widths, strict=True)) / T
+
     per_element = {
-        "shrink": L * instructions("shrink", panel, (int(call.dropout), 1), False),
-        "expand": instructions("expand", panel, (1,), False),
-        "read_dy": sum(instructions("read_dy", panel, (1,), gradient) for gradient in (False, True)),
-        "read_x": instructions("read_x", panel, (at_once, masks, 1), True) * L / at_once,
+        "shrink": L * mean(lambda width: instructions("shrink", width, (int(call.dropout), 1), False)),
+        "expand": mean(lambda width: instructions("expand", width, (1,), False)),
+        "read_dy": sum(
+            mean(lambda width: instructions("read_dy", width, (1,), gradient))  # noqa: B023 - called at once
+            for gradient in (False, True)
+        ),
+        "read_x": mean(lambda width: instructions("read_x", width, (at_once, masks, 1), True)) * L / at_once,
     }
     elements = {"shrink": T * D, "expand": T * outs, "read_dy": T * outs, "read_x": T * D}
     bytes_of = {name: one.read + one.written for name, one in traffic(call).items()}
@@ -225,7 +241,7 @@ def peers(calls: Sequence[Call]) -> dict[str, float]:
         "limit": lambda c: 2 * c.d_in + sum(c.d_outs),
     }
     return {
-        name: 1 + sum(count(c) * c.total_rows * ROW for c in calls) / BANDWIDTH / frozen
+        name: 1 + sum(count(c) * c.total_rows * ROW for c in calls) / COPY / frozen
         for name, count in passes.items()
     }
 

@@ -91,8 +91,11 @@ def per_element(code: list[tuple[int, str]], template: Template, *, gradient: bo
     instructions = [text for _, text in code]
     loops = list(_loops(code))
     main = [loop for loop in loops if _is_main(instructions[slice(*loop)], gradient)]
-    # the innermost one
-    begin, end = min(main, key=lambda loop: loop[1] - loop[0])
+    # the innermost ones; a kernel has one body for each width up to its own
+    innermost = [
+        loop for loop in main if not any(loop != o and loop[0] <= o[0] and o[1] <= loop[1] for o in main)
+    ]
+    begin, end = max(innermost, key=lambda loop: loop[1] - loop[0])
     nested = [loop for loop in loops if begin <= loop[0] and loop[1] <= end and loop != (begin, end)]
     outermost = [
         loop

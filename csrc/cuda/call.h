@@ -144,12 +144,12 @@ class Partials {
  public:
   explicit Partials(const Call& call) : call_(call) {}
 
-  // The sums of a product over `columns` columns, where several programs share it.
-  void add_shrink(Partial& partial, int64_t columns, int64_t of_layers) {
-    const int64_t splits = ceil_div(columns, kColumnSplit);
-    if (splits > 1) {
-      add(partial, splits * of_layers * call_.row_numbers(),
-          shrink_tickets(call_.type, call_.plan.tile_count, of_layers, call_.ranks));
+  // Decides how many programs share a sum over columns.
+  void add_shrink(ShrinkArguments& shrink, int64_t of_layers) {
+    const int64_t tickets = shrink_tickets(call_.type, call_.plan.tile_count, of_layers, call_.ranks);
+    shrink.parts = shrink_parts(call_.queue, tickets * (call_.layers / of_layers), shrink.columns);
+    if (shrink.parts > 1) {
+      add(shrink.partial, 2 * shrink.parts * of_layers * call_.row_numbers(), tickets);
     }
   }
   void add_gradient(Partial& partial, int64_t columns, int64_t of_layers, int64_t slots) {

@@ -4,8 +4,7 @@
 
 #include <type_traits>
 
-#include "cuda/kernels.h"
-#include "cuda/numbers.h"
+#include "cuda/primitives.cuh"
 
 namespace mlora::cuda {
 
@@ -13,6 +12,23 @@ template <int kValue>
 struct Constant {
   static constexpr int value = kValue;
 };
+
+// Whether programs of panels of kRanks take the width of their adapter's own ranks, where it is narrower. In
+// bf16 only: every width is one more body of a kernel.
+template <typename T, int kRanks>
+constexpr bool kNarrows = std::is_same_v<T, BFloat16> && (kRanks > 16);
+
+// f(Constant<width>{}) of the narrowest panel, of at most kMost ranks, that holds an adapter's own ranks.
+template <typename T, bool kAligned, int kMost, typename Function>
+__device__ inline void for_own_width(int ranks, Function&& f) {
+  if constexpr (!kAligned || !kNarrows<T, kMost>) {
+    f(Constant<kMost>{});
+  } else if (ranks > kMost / 2) {
+    f(Constant<kMost>{});
+  } else {
+    for_own_width<T, kAligned, kMost / 2>(ranks, f);
+  }
+}
 
 // f(T{}, Constant<panel width>{}, std::bool_constant<aligned>{})
 template <typename Function>

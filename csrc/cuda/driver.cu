@@ -50,4 +50,9 @@ uint64_t capture_of(const Queue& queue) {
 }
 #endif
 
+int shrink_parts(const Queue& queue, int64_t tiles, int columns) {
+  // half of the multiprocessors can keep the memory busy
+  return 2 * tiles >= multiprocessors(queue) ? 1 : ceil_div(columns, quarter_of(columns));
+}
+
 }  // namespace mlora::cuda

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kRanks>)
   const bool served = split.adapter >= 0;
   const bool add = arguments.add || panel_index > 0;
   const FactorRow& row = row_of(output.factor, 0, served ? split.adapter : 0);
-  const Panel<T> panel(output.factor, row, panel_index, kRanks);
+  const Panel<T> panel(output.factor, row, panel_index * kRanks, kRanks);
   if (tile_count == 0 || (add && (!served || panel.ranks == 0))) {
     return;
   }

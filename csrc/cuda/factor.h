@@ -30,9 +30,9 @@ MLORA_HD const FactorRow& row_of(const FactorTable& table, int layer, int adapte
   return table.rows[layer * table.adapters + adapter];
 }
 
-// The ranks that panel `panel` of `width` ranks holds of an adapter.
-MLORA_HD int panel_ranks(int64_t rank, int panel, int width) {
-  const int64_t left = rank - int64_t{panel} * width;
+// The ranks that a panel of `width` ranks from `first` on holds of an adapter.
+MLORA_HD int panel_ranks(int64_t rank, int first, int width) {
+  const int64_t left = rank - first;
   return static_cast<int>(left < 0 ? 0 : left < width ? left : width);
 }
 

@@ -8,7 +8,7 @@
 
 namespace mlora::cuda {
 
-// One panel of one adapter's factor: ranks [0, ranks) from `base`.
+// One panel of one adapter's factor: at most `width` ranks from `first` on, which lie at `base`.
 template <typename T>
 struct Panel {
   const void* base;
@@ -17,13 +17,13 @@ struct Panel {
   int ranks;
   bool convert;  // fp32 beside 16-bit rows
 
-  __device__ Panel(const FactorTable& table, const FactorRow& row, int panel, int width)
+  __device__ Panel(const FactorTable& table, const FactorRow& row, int first, int width)
       : rank_stride(row.rank_stride),
         column_stride(row.column_stride),
-        ranks(panel_ranks(row.rank, panel, width)),
+        ranks(panel_ranks(row.rank, first, width)),
         convert(sizeof(T) != 4 && table.type == Scalar::kFloat) {
     const int size = convert ? 4 : static_cast<int>(sizeof(T));
-    const int64_t offset = row.offset + int64_t{panel} * width * rank_stride;
+    const int64_t offset = row.offset + first * rank_stride;
     base = static_cast<const char*>(table.base) + offset * size;
   }
 };

@@ -31,6 +31,19 @@ struct Fragment {
     }
   }
 
+  __device__ void add(const Fragment& other) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          value[m][n][i] += other.value[m][n][i];
+        }
+      }
+    }
+  }
+
   // f(row, column, value) for each element of this lane.
   template <typename Function>
   __device__ void for_each(Function&& f) {
@@ -160,16 +173,7 @@ __device__ inline void add_product(Fragment<kM, kN>& sum, SharedTile<float, kACo
       }
     }
   }
-#pragma unroll
-  for (int i = 0; i < kM; ++i) {
-#pragma unroll
-    for (int j = 0; j < kN; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        sum.value[i][j][e] += part.value[i][j][e];
-      }
-    }
-  }
+  sum.add(part);
 }
 
 }  // namespace mlora::cuda

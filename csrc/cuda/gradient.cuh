@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/delta.cuh"
+#include "cuda/dispatch.cuh"
 #include "cuda/dropout_tile.cuh"
 #include "cuda/factor_tile.cuh"
 #include "cuda/tickets.cuh"
@@ -17,7 +18,12 @@ enum class Masks { kNone, kDrawn, kStored };
 
 template <typename T, int kRanks, int kLayers, bool kDx>
 struct GradientShape {
-  static constexpr int kStages = kLayers * kRanks * static_cast<int>(sizeof(T)) >= 256 ? 2 : 3;
+  // Wide panels leave shared memory for two stages only, on devices of 99 KiB.
+  static constexpr bool kWide = kLayers * kRanks * static_cast<int>(sizeof(T)) >= 256;
+  // Tiles under way while one is computed. Unless wide, their stages were read two tiles ago, so copies start
+  // without a barrier.
+  static constexpr int kAhead = kWide ? 1 : kRanks <= 32 && kLayers == 1 ? 3 : 2;
+  static constexpr int kStages = kWide ? 2 : kAhead + 2;
   static constexpr int kWarpsM = kRanks >= 128 ? 4 : kRanks >= 32 ? 2 : 1;
   static constexpr int kWarpsN = kThreads / 32 / kWarpsM;
   static constexpr int kM = kRanks / 16 / kWarpsM;
@@ -136,14 +142,14 @@ __device__ inline bool has_slots(const GradientArguments& arguments, const Split
   return group.slot_begin + group.slot_count <= arguments.slots;
 }
 
-// kLayers layers from `first_layer` on; those before, and panels before, have written dx already.
+// kLayers layers from `first_layer` on; those before, and panels before, have written dx already. kRanks hold
+// the adapter's own ranks of the panel, which begins at `first_rank`.
 template <typename T, int kRanks, int kLayers, bool kDx, Masks kMasks, bool kAligned>
-__device__ inline void gradient_program(const GradientArguments& arguments, int split_index, int first_layer,
-                                        int block, int panel_index) {
+__device__ inline void gradient_program(const GradientArguments& arguments, const Split& split,
+                                        int first_layer, int block, int panel_index, int first_rank) {
   using Shape = GradientShape<T, kRanks, kLayers, kDx>;
   using Block = SharedTile<T, kBlockColumns>;
   using Keep = KeepBits<T, kTileRows, kBlockColumns>;
-  const Split split = read(arguments.plan.splits + split_index);
   const int first_column = block * kBlockColumns;
   const int columns = clamp(arguments.columns - first_column, kBlockColumns);
   const bool need_dx = kDx && arguments.dx.data != nullptr;
@@ -157,7 +163,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   }
   const auto panel_of = [&](int layer) {
     return Panel<T>(arguments.factor, row_of(arguments.factor, first_layer + layer, split.adapter),
-                    panel_index, kRanks);
+                    first_rank, kRanks);
   };
   int ranks[kLayers];
   bool any = false;
@@ -169,7 +175,6 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   if (!any) {
     return;
   }
-  const int first_rank = panel_index * kRanks;
   if (need_rows && !has_slots(arguments, split)) {
     for (int layer = 0; layer < kLayers; ++layer) {
       const GradientOut<T> out{arguments, split, first_layer + layer, first_rank, first_column};
@@ -242,27 +247,33 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
       }
     }
   };
-  // Clears what is dropped of the rows of tile i, for each layer, and notes the words for dx.
-  const auto drop_rows = [&](int i) {  // layer 0's rows are dropped from in place: last
+  // Keep bits of tile i, for each layer: needs no rows, so it runs while they are copied.
+  const auto draw_rows = [&](int i, Keep(&keeps)[kLayers]) {
 #pragma unroll
     for (int layer = kLayers - 1; layer >= 0; --layer) {
-      Keep keep;
       if constexpr (kMasks == Masks::kStored) {
-        keep.set(waiting[layer]);
+        keeps[layer].set(waiting[layer]);
       } else {
         Dropout own = dropout;
         own.layer = layer_index(arguments.dropout, first_layer + layer);
-        keep.draw(own, tiles[i].philox_row, first_column);
-      }
-      if (need_rows) {
-        keep.apply(rows_of(i, 0), rows_of(i, layer));
+        keeps[layer].draw(own, tiles[i].philox_row, first_column);
       }
       if (need_dx) {
 #pragma unroll
         for (int k = 0; k < Keep::kOwn; ++k) {
           words_of(i, layer)[Keep::Own::row(k) * Shape::kWordsOfRow + Keep::word()] =
-              kMasks == Masks::kStored ? waiting[layer][k] : keep.whole_word(k);
+              kMasks == Masks::kStored ? waiting[layer][k] : keeps[layer].whole_word(k);
         }
+      }
+    }
+  };
+  // Clears what is dropped of the rows of tile i, for each layer.
+  const auto drop_rows = [&](int i,
+                             const Keep(&keeps)[kLayers]) {  // layer 0's rows are dropped from in place: last
+#pragma unroll
+    for (int layer = kLayers - 1; layer >= 0; --layer) {
+      if (need_rows) {
+        keeps[layer].apply(rows_of(i, 0), rows_of(i, layer));
       }
     }
   };
@@ -279,7 +290,7 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   }
   synchronize();
 #pragma unroll
-  for (int i = 0; i < Shape::kStages - 1; ++i) {
+  for (int i = 0; i < Shape::kAhead; ++i) {
     fetch(i);
   }
   if (kMasks == Masks::kStored) {
@@ -294,15 +305,24 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
   const int n = warp_index() / Shape::kWarpsM * 8 * Shape::kN;
 #pragma unroll 1
   for (int i = 0; i < tile_count; ++i) {
-    wait_copies<Shape::kStages - 2>();
+    if constexpr (!Shape::kWide) {
+      fetch(i + Shape::kAhead);
+    }
+    Keep keeps[kLayers];
     if constexpr (kDrops) {
-      drop_rows(i);
+      draw_rows(i, keeps);
+    }
+    wait_copies<Shape::kWide ? 0 : Shape::kAhead>();
+    if constexpr (kDrops) {
+      drop_rows(i, keeps);
       if (kMasks == Masks::kStored) {
         fetch_keep(i + 1);
       }
     }
     synchronize();
-    fetch(i + Shape::kStages - 1);
+    if constexpr (Shape::kWide) {
+      fetch(i + Shape::kAhead);
+    }
     Delta dx;
     dx.clear();
 #pragma unroll
@@ -346,6 +366,31 @@ __device__ inline void gradient_program(const GradientArguments& arguments, int 
       out.finish(ranks[layer], columns, panel_index);
     }
   }
+}
+
+// Of the panel's programs: those of narrower panels have other shapes.
+template <typename T, int kRanks, int kLayers, bool kDx>
+constexpr int kGradientShared =
+    larger(GradientShape<T, kRanks, kLayers, kDx>::kShared,
+           kNarrows<T, kRanks> ? kGradientShared<T, larger(kRanks / 2, 16), kLayers, kDx> : 0);
+template <typename T, int kLayers, bool kDx>
+constexpr int kGradientShared<T, 16, kLayers, kDx> = GradientShape<T, 16, kLayers, kDx>::kShared;
+
+// One program of a launch whose panels hold kRanks; it takes the width of its adapter's own.
+template <typename T, int kRanks, int kLayers, bool kDx, Masks kMasks, bool kAligned>
+__device__ inline void gradient_split(const GradientArguments& arguments, int split_index, int first_layer,
+                                      int block, int panel) {
+  const Split split = read(arguments.plan.splits + split_index);
+  const int first_rank = panel * kRanks;
+  int ranks = 0;
+  for (int layer = first_layer; split.adapter >= 0 && layer < first_layer + kLayers; ++layer) {
+    const int own = panel_ranks(row_of(arguments.factor, layer, split.adapter).rank, first_rank, kRanks);
+    ranks = own > ranks ? own : ranks;
+  }
+  for_own_width<T, kAligned, kRanks>(ranks, [&](auto width) {
+    gradient_program<T, decltype(width)::value, kLayers, kDx, kMasks, kAligned>(arguments, split, first_layer,
+                                                                                block, panel, first_rank);
+  });
 }
 
 }  // namespace mlora::cuda

@@ -67,7 +67,8 @@ struct ShrinkArguments {
   bool drops;       // the rows; else only the scale of kept elements counts
   uint32_t* keep;   // [L, T, d / 32, rounded up]: which elements are kept; null: not wanted
   void* out;        // [L, T, R]
-  Partial partial;  // [column splits, L, T, R], where there are several
+  int parts;        // programs that share a sum over columns: 1, or one for each quarter
+  Partial partial;  // [parts, 2, L, T, R], where there are several parts
   int64_t rows_total;
   int layers;
   int columns;
@@ -134,6 +135,10 @@ std::string driver_refusal();
 
 // The id of the capture that the queue's stream takes part in; 0: none.
 uint64_t capture_of(const Queue& queue);
+
+// How many programs share a sum over columns, of so many tiles: several where few tiles would leave much of
+// the device idle.
+int shrink_parts(const Queue& queue, int64_t tiles, int columns);
 
 int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue);
 int launch_shrink(const ShrinkArguments& arguments, const Queue& queue);

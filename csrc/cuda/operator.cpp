@@ -102,7 +102,7 @@ std::tuple<Tensors, Tensor, OptionalTensor> forward(
                         static_cast<int>(y.size(1)), 0};
   }
   Partials partials(call);
-  partials.add_shrink(shrink.partial, call.columns, call.layers);
+  partials.add_shrink(shrink, call.layers);
   partials.allocate(x);
   check_launch(call.queue, launch_shrink(shrink, call.queue), "shrink");
   check_launch(call.queue, launch_expand(expand, call.queue), "expand");
@@ -148,7 +148,7 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
     if (need_ds) {
       read_dy.ds[i] = call.shrink(dy, call.b_of(i), part(ds, first));
       read_dy.ds[i].dropout.layers += call.dropout.layers == nullptr ? 0 : i;
-      partials.add_shrink(read_dy.ds[i].partial, dy.size(1), 1);
+      partials.add_shrink(read_dy.ds[i], 1);
     }
   }
   GradientArguments read_x = call.gradient(x, ds.const_data_ptr(), call.a, call.layers, slots);

@@ -11,7 +11,7 @@ namespace mlora::cuda {
 
 constexpr int kTileRows = 64;
 constexpr int kSplitTiles = 16;
-constexpr int kColumnSplit = 1024;
+constexpr int kQuarters = 4;
 
 struct Segment {
   int64_t begin;
@@ -56,6 +56,13 @@ struct Range {
 
 MLORA_HD int32_t ceil_div(int64_t value, int32_t unit) {
   return value <= 0 ? 0 : static_cast<int32_t>((value + unit - 1) / unit);
+}
+
+// A sum over columns joins the sums of at most four runs of so many columns, in their order. One program
+// makes them all, or one each: the bits are the same.
+MLORA_HD int quarter_of(int columns) {
+  constexpr int kUnit = 128;
+  return ceil_div(columns, kQuarters * kUnit) * kUnit;
 }
 
 MLORA_HD bool is_served(const Batch& batch, const Segment& segment) {

@@ -155,6 +155,12 @@ inline int most_shared_bytes(const Queue& queue) {
   return bytes;
 }
 
+inline int multiprocessors(const Queue& queue) {
+  int count = 1;
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, queue.device);
+  return count;
+}
+
 // Launches on the queue's device; an empty grid launches nothing.
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), const Grid& grid, int threads, int shared_bytes, const Queue& queue,

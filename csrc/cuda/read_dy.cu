@@ -14,15 +14,15 @@ constexpr int kBlocks = kRanks * static_cast<int>(sizeof(T)) > 128 ? 1 : 2;
 // The programs of a layer are, split by split, those of tiles and then those of column blocks, so that both
 // meet the rows at about the same time.
 struct SplitPrograms {
-  int column_splits;  // of a tile; 0: no programs of tiles
+  int parts;          // of a tile's sum; 0: no programs of tiles
   int column_blocks;  // 0: no programs of column blocks
   int panels;
 
-  MLORA_HD int each() const { return (kSplitTiles * column_splits + column_blocks) * panels; }
+  MLORA_HD int each() const { return (kSplitTiles * parts + column_blocks) * panels; }
 };
 
 MLORA_HD SplitPrograms programs_of(const ReadDyArguments& arguments, int layer) {
-  return {arguments.need_ds ? ceil_div(arguments.ds[layer].columns, kColumnSplit) : 0,
+  return {arguments.need_ds ? arguments.ds[layer].parts : 0,
           arguments.need_gradient ? ceil_div(arguments.gradient[layer].columns, kBlockColumns) : 0,
           panels_of(arguments.gradient[layer].type, arguments.gradient[layer].ranks)};
 }
@@ -40,17 +40,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
   const int split_index = index / programs.each();
   const int place = index % programs.each() / programs.panels;
   const int panel = index % programs.panels;
-  const int of_tiles = kSplitTiles * programs.column_splits;
+  const int of_tiles = kSplitTiles * programs.parts;
   if (place < of_tiles) {
     const Split split = read(gradient.plan.splits + split_index);
-    const int tile = split.tile_begin + place / programs.column_splits;
+    const int tile = split.tile_begin + place / programs.parts;
     if (tile < split.tile_end) {
-      shrink_program<T, kRanks, false, kAligned>(arguments.ds[layer], tile, 0, place % programs.column_splits,
-                                                 panel);
+      shrink_tile<T, kRanks, false, kAligned>(arguments.ds[layer], tile, 0, place % programs.parts, panel);
     }
   } else {
-    gradient_program<T, kRanks, 1, false, Masks::kNone, kAligned>(gradient, split_index, 0, place - of_tiles,
-                                                                  panel);
+    gradient_split<T, kRanks, 1, false, Masks::kNone, kAligned>(gradient, split_index, 0, place - of_tiles,
+                                                                panel);
   }
 }
 
@@ -68,10 +67,8 @@ int launch_read_dy(ReadDyArguments arguments, const Queue& queue) {
   return for_panel(any.type, any.ranks, aligned, [&](auto number, auto width, auto is_aligned) {
     using T = decltype(number);
     constexpr int kRanks = decltype(width)::value;
-    constexpr int kShrinkBytes = ShrinkShape<T, kRanks>::kShared;
-    constexpr int kGradientBytes = GradientShape<T, kRanks, 1, false>::kShared;
     return launch(read_dy_kernel<T, kRanks, decltype(is_aligned)::value>, Grid{programs}, kThreads,
-                  kShrinkBytes > kGradientBytes ? kShrinkBytes : kGradientBytes, queue, arguments);
+                  larger(kShrinkShared<T, kRanks>, kGradientShared<T, kRanks, 1, false>), queue, arguments);
   });
 }
 

@@ -31,8 +31,8 @@ constexpr int kBlocks = sizeof(T) == 4 || kRanks > 64 || (kLayers > 1 && kLayers
 template <typename T, int kRanks, int kLayers, Masks kMasks, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks, kLayers, kMasks>)
     read_x_kernel(const __grid_constant__ GradientArguments arguments, int first_layer, int first_panel) {
-  gradient_program<T, kRanks, kLayers, true, kMasks, kAligned>(arguments, block_y(), first_layer, block_x(),
-                                                               first_panel + block_z());
+  gradient_split<T, kRanks, kLayers, true, kMasks, kAligned>(arguments, block_y(), first_layer, block_x(),
+                                                             first_panel + block_z());
 }
 
 }  // namespace
@@ -47,8 +47,8 @@ int launch_read_x(const GradientArguments& arguments, const Queue& queue) {
     const int at_once = arguments.dx.data == nullptr ? panels : 1;
     const Grid grid = {ceil_div(arguments.columns, kBlockColumns), arguments.plan.split_count, at_once};
     const auto run = [&](auto layers, auto kernel, int layer, int panel) {
-      return launch(kernel, grid, kThreads, GradientShape<T, kRanks, decltype(layers)::value, true>::kShared,
-                    queue, arguments, layer, panel);
+      return launch(kernel, grid, kThreads, kGradientShared<T, kRanks, decltype(layers)::value, true>, queue,
+                    arguments, layer, panel);
     };
     const auto run_aligned = [&](auto layers, int layer, int panel) {
       constexpr int kLayers = decltype(layers)::value;
@@ -67,9 +67,9 @@ int launch_read_x(const GradientArguments& arguments, const Queue& queue) {
         } else if constexpr (kLayersAtOnce<T, kRanks> == 1) {
           error = run_aligned(Constant<1>{}, layer++, panel);
         } else {
-          const int fitting = most_shared >= GradientShape<T, kRanks, 3, true>::kShared   ? 3
-                              : most_shared >= GradientShape<T, kRanks, 2, true>::kShared ? 2
-                                                                                          : 1;
+          const int fitting = most_shared >= kGradientShared<T, kRanks, 3, true>   ? 3
+                              : most_shared >= kGradientShared<T, kRanks, 2, true> ? 2
+                                                                                   : 1;
           const int count = left < fitting ? left : fitting;
           error = count == 3   ? run_aligned(Constant<3>{}, layer, panel)
                   : count == 2 ? run_aligned(Constant<2>{}, layer, panel)

@@ -36,6 +36,8 @@ __device__ inline T* row_at(T* data, int64_t stride, int row) {
   return data + static_cast<uint64_t>(static_cast<uint32_t>(row)) * static_cast<uint64_t>(stride);
 }
 
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+
 __device__ inline int clamp(int value, int largest) {
   return value < 0 ? 0 : value < largest ? value : largest;
 }

@@ -6,15 +6,14 @@ namespace {
 
 // Blocks of a multiprocessor whose registers suffice without spilling.
 template <typename T, int kRanks>
-constexpr int kBlocks = sizeof(T) == 4 && kRanks > 32 ? 1 : 2;
+constexpr int kBlocks = kRanks > (sizeof(T) == 4 ? 32 : 64) ? 1 : 2;
 
 // Layers are neighbours in the launch: the later ones find the rows in the cache.
 template <typename T, int kRanks, bool kDrops, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
     shrink_kernel(const __grid_constant__ ShrinkArguments arguments) {
-  const int layers = arguments.layers;
-  shrink_program<T, kRanks, kDrops, kAligned>(arguments, block_x() / layers, block_x() % layers, block_y(),
-                                              block_z());
+  shrink_tile<T, kRanks, kDrops, kAligned>(arguments, block_x() / arguments.layers,
+                                           block_x() % arguments.layers, block_y(), block_z());
 }
 
 }  // namespace
@@ -24,10 +23,10 @@ int launch_shrink(const ShrinkArguments& arguments, const Queue& queue) {
   return for_panel(arguments.type, arguments.ranks, aligned, [&](auto number, auto width, auto is_aligned) {
     using T = decltype(number);
     constexpr int kRanks = decltype(width)::value;
-    const Grid grid = {int64_t{arguments.plan.tile_count} * arguments.layers,
-                       ceil_div(arguments.columns, kColumnSplit), panels_of(arguments.type, arguments.ranks)};
+    const Grid grid = {int64_t{arguments.plan.tile_count} * arguments.layers, arguments.parts,
+                       panels_of(arguments.type, arguments.ranks)};
     const auto run = [&](auto kernel) {
-      return launch(kernel, grid, kThreads, ShrinkShape<T, kRanks>::kShared, queue, arguments);
+      return launch(kernel, grid, kThreads, kShrinkShared<T, kRanks>, queue, arguments);
     };
     constexpr bool kAligned = decltype(is_aligned)::value;
     return arguments.drops ? run(shrink_kernel<T, kRanks, true, kAligned>)

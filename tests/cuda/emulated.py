@@ -141,6 +141,17 @@ def shared_memory(kibibytes: int) -> Iterator[None]:
         library.mlora_emulator_limit(227 * 1024)
 
 
+@contextmanager
+def multiprocessors(count: int) -> Iterator[None]:
+    """Gives the device so many; with one of them, a program walks over all columns of its tile."""
+    library = ctypes.CDLL(str(build()))
+    library.mlora_emulator_multiprocessors(count)
+    try:
+        yield
+    finally:
+        library.mlora_emulator_multiprocessors(132)
+
+
 def load() -> None:
     """Register the emulated operators for CPU tensors, once per process."""
     if not torch._C._dispatch_has_kernel_for_dispatch_key("mlora_ext::cuda_plan", "CPU"):

@@ -117,6 +117,7 @@ Watch watch;
 bool launches_do_nothing = false;
 int shared_limit = 227 * 1024;
 std::string failing;
+int multiprocessor_count = 132;
 
 [[noreturn]] void die(const char* message) {
   std::fprintf(stderr, "emulator: %s (block %d %d %d, thread %d)\n", message, machine.block[0],
@@ -219,6 +220,7 @@ void meet(WarpWork work, void* operands) {
 }
 
 int most_shared_bytes(const Queue&) { return shared_limit; }
+int multiprocessors(const Queue&) { return multiprocessor_count; }
 
 uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(shared) - machine.shared_begin);
@@ -364,6 +366,11 @@ extern "C" __attribute__((visibility("default"))) void mlora_emulator_watch(bool
 // Shared memory that a block may have from now on.
 extern "C" __attribute__((visibility("default"))) void mlora_emulator_limit(int bytes) {
   mlora::cuda::shared_limit = bytes;
+}
+
+// How many multiprocessors there are from now on.
+extern "C" __attribute__((visibility("default"))) void mlora_emulator_multiprocessors(int count) {
+  mlora::cuda::multiprocessor_count = count;
 }
 
 // The next launch of this name ends with an error after half of its programs.

@@ -155,6 +155,7 @@ struct Grid {
 };
 
 int most_shared_bytes(const Queue&);
+int multiprocessors(const Queue&);
 // Returns the error that a test asked for, or 0.
 int run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, void (*run)(const void*),
              const void* call);

@@ -22,7 +22,7 @@ from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops.dropout import philox_mask
 
 OPS = torch.ops.mlora_ext
-COLUMN_SPLIT = 1024
+QUARTERS, UNIT = 4, 128
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MIXED = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]
 
@@ -48,10 +48,28 @@ def test_any_rank(ranks: list[int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "adapter_dtype"), [*zip(DTYPES, DTYPES, strict=True), *MIXED], ids=str)
-def test_several_column_splits(dtype: torch.dtype, adapter_dtype: torch.dtype) -> None:
+def test_several_quarters_of_the_columns(dtype: torch.dtype, adapter_dtype: torch.dtype) -> None:
     how = {"ranks": [8, 20], "lengths": [70, 9], "adapters": [1, 0], "p": 0.1}
-    assert_right(make(**how, dtype=dtype, adapter_dtype=adapter_dtype, d_in=2 * COLUMN_SPLIT + 64, d_out=40))
-    assert_right(make(**how, dtype=dtype, adapter_dtype=adapter_dtype, d_in=40, d_out=COLUMN_SPLIT + 8))
+    widths = QUARTERS * UNIT + 264, 2 * UNIT + 8  # four runs of 256, 256, 256 and 8; three, the last of 8
+    for d_in, d_out in ((widths[0], 40), (40, widths[1])):
+        assert_right(make(**how, dtype=dtype, adapter_dtype=adapter_dtype, d_in=d_in, d_out=d_out))
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [[8, 70], [5, 16, 40], [130]], ids=str)
+def test_one_program_or_one_for_each_quarter(ranks: list[int], dtype: torch.dtype) -> None:
+    """The bits are the same, whether few tiles leave much of the device idle or many fill it."""
+    lengths = [70, 9, 3][: len(ranks)]
+    case = make(ranks, lengths, list(range(len(ranks))), dtype=dtype, d_in=1100, d_out=776, p=0.1)
+    programs = []
+    results = []
+    for count in (132, 1):
+        with emulated.multiprocessors(count), emulated.watched() as launches:
+            results.append(case.run())
+        programs.append(next(launch.programs for launch in launches if launch.name == "shrink"))
+    assert all(map(torch.equal, *results))
+    assert programs[0] == 3 * programs[1]
 
 
 @pytest.mark.parametrize(("dtype", "adapter_dtype"), [*zip(DTYPES, DTYPES, strict=True), *MIXED], ids=str)
@@ -191,9 +209,9 @@ def test_layers_that_share_x(
     wanted: tuple[bool, bool, bool],
 ) -> None:
     """The bits of each layer alone; dx, which they add to in turn. An adapter without rows, rows of the
-    base, several slots or splits of columns.
+    base, several slots or quarters of columns.
     """
-    last = 1061 if widths[0] < 1000 else 161  # several slots, or several splits of columns
+    last = 1061 if widths[0] < 1000 else 161  # several slots, or several quarters of columns
     how = {"lengths": [37, 9, last], "adapters": [0, -1, 1], "dtype": dtype, "d_in": widths[0], "p": p}
     cases = [
         without_base(make([*sizes, 6], **how, d_out=d_out))

@@ -16,7 +16,7 @@ from mlora_ext.frozen.plain import PlainWeight
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 CALLS = {
-    "one layer, several splits": {"rows": (1100, 300), "ranks": (16, 8), "d_in": 1152, "d_outs": (256,)},
+    "one layer, several slots": {"rows": (1100, 300), "ranks": (16, 8), "d_in": 1152, "d_outs": (256,)},
     "three layers, masks saved": {
         "rows": (200, 130),
         "ranks": (8, 24),
@@ -24,7 +24,7 @@ CALLS = {
         "d_outs": (256, 128, 64),
         "saves_masks": True,
     },
-    "no dropout, several splits of dy": {
+    "no dropout, several quarters of dy": {
         "rows": (128, 65, 64),
         "ranks": (16, 64, 32),
         "d_in": 256,
@@ -70,14 +70,21 @@ def launches_of(call) -> dict[str, emulated.Launch]:
     return {launch.name: launch for launch in launches}
 
 
+@pytest.mark.parametrize("multiprocessors", [132, 2])
 @pytest.mark.parametrize("which", CALLS)
-def test_bytes_are_those_that_kernels_move(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte that the kernels need counts once; what is left are the plan's tables."""
+def test_bytes_are_those_that_kernels_move(
+    which: str, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte that the kernels need counts once; what is left are the plan's tables. With few tiles for the
+    device, and with many.
+    """
     from gpu import budget
 
     call = budget.Call(**CALLS[which])
     monkeypatch.setattr(gpu_operator("cuda"), "saves_masks", call.saves_masks)
-    launches = launches_of(call)
+    monkeypatch.setattr(budget, "MULTIPROCESSORS", multiprocessors)
+    with emulated.multiprocessors(multiprocessors):
+        launches = launches_of(call)
     for name, computed in budget.traffic(call).items():
         seen = launches[name]
         assert seen.read_once == pytest.approx(computed.read + computed.again, rel=0.01, abs=2048), name
