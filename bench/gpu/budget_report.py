@@ -50,6 +50,22 @@ def launches(rows: int, ranks: str, mode: str, model: str) -> Iterator[str]:
     yield f"  frozen {1e6 * frozen:.0f} µs, ratio {budget.ratio(calls, _instructions):.3f}"
 
 
+def mixtures() -> Iterator[str]:
+    """Yields what ranks that differ cost: the launches of a batch of all, to the mean of a batch of each."""
+    ranks = (8, 16, 32, 64)
+    yield "adapters of ranks 8, 16, 32, 64 in one batch: time of the launches, to the mean of four batches"
+    yield "of one rank each"
+    for model in budget.MODELS:
+        for mode, (dropout, saves) in MODES.items():
+
+            def launches_of(some: tuple[int, ...], model=model, dropout=dropout, saves=saves) -> float:  # type: ignore[no-untyped-def]
+                calls = budget.calls_of(model, 8192, some, dropout=dropout, saves_masks=saves)
+                return sum(budget.seconds(budget.costs(call, _instructions)) for call in calls)
+
+            equal = sum(launches_of((rank,) * 4) for rank in ranks) / len(ranks)
+            yield f"  {model:12} {mode:11} {launches_of(ranks) / equal:6.3f}"
+
+
 def extensions() -> Iterator[str]:
     """Yields what an extended base would gain for each group of layers, by the adapters' number."""
     counts = (1, 4, 8, 16, 32, 64)
@@ -103,7 +119,7 @@ def main() -> None:
     try:
         for mode in MODES:
             lines += [*launches(8192, "4 of rank 16", mode, "Llama-2-7B"), ""]
-        lines += [*extensions(), "", *ratios()]
+        lines += [*mixtures(), "", *extensions(), "", *ratios()]
     except (OSError, RuntimeError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     print("\n".join(lines))

@@ -44,3 +44,14 @@ def test_products_are_matrix_instructions(kernels: list[code_cuda.Kernel]) -> No
     assert len({kernel.name for kernel in sixteen_bit}) == len(PRODUCTS) * 2 * 4, "four widths of two dtypes"
     for kernel in sixteen_bit:
         assert kernel.matrix.total() > 0, kernel
+
+
+def test_mixed_ranks_cost_what_equal_ones_do(kernels: list[code_cuda.Kernel]) -> None:
+    """By the computed cost, whose bytes the emulator has counted (test_gpu_budget.py): at most 5% more."""
+    from gpu import budget_report
+
+    if kernels[0].architecture != budget_report.ARCHITECTURE:
+        pytest.skip("the budget is of another architecture")
+    shares = [float(line.split()[-1]) for line in budget_report.mixtures() if line.startswith("  ")]
+    assert len(shares) == len(budget_report.MODES) * 3
+    assert max(shares) <= 1.05
