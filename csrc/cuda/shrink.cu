@@ -4,13 +4,19 @@
 namespace mlora::cuda {
 namespace {
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kNeedsMore = true;  // registers, for the same code
+#else
+constexpr bool kNeedsMore = false;
+#endif
+
 // Blocks of a multiprocessor whose registers suffice without spilling.
-template <typename T, int kRanks>
-constexpr int kBlocks = kRanks > (sizeof(T) == 4 ? 32 : 64) ? 1 : 2;
+template <typename T, int kRanks, bool kDrops>
+constexpr int kBlocks = kRanks > (sizeof(T) == 4 || (kNeedsMore && kDrops) ? 32 : 64) ? 1 : 2;
 
 // Layers are neighbours in the launch: the later ones find the rows in the cache.
 template <typename T, int kRanks, bool kDrops, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
+__global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks, kDrops>)
     shrink_kernel(const __grid_constant__ ShrinkArguments arguments) {
   shrink_tile<T, kRanks, kDrops, kAligned>(arguments, block_x() / arguments.layers,
                                            block_x() % arguments.layers, block_y(), block_z());
