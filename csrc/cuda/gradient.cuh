@@ -12,9 +12,6 @@
 
 namespace mlora::cuda {
 
-// Where the masks of dropout come from.
-enum class Masks { kNone, kDrawn, kStored };
-
 template <typename T, int kRanks, int kLayers, bool kDx>
 struct GradientShape {
   static constexpr int kStages = kLayers * kRanks * static_cast<int>(sizeof(T)) >= 256 ? 2 : 3;
