@@ -1,0 +1,237 @@
+"""The frozen product with the low-rank part inside, in the emulator, against sums in fp64.
+
+Letters: T rows, D = d_in, O = d_out, R the largest rank, d the columns of the result.
+"""
+
+import ctypes
+from dataclasses import dataclass, field
+
+import emulated
+import pytest
+import torch
+
+from mlora_ext.ops.dropout import philox_mask
+
+pytestmark = [
+    pytest.mark.skipif(bool(emulated.missing()), reason=emulated.missing() or "-"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="of the emulator"),
+]
+NOT_SUPPORTED = 801
+TILE_ROWS = 128
+LOADS, MULTIPLIES = range(0, 128), range(128, 384)
+
+
+class Rows(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64), ("aligned", ctypes.c_bool))
+
+
+class Arguments(ctypes.Structure):
+    """`ProductArguments` of csrc/cuda/hopper_product.h."""
+
+    _fields_ = (
+        ("type", ctypes.c_int8), ("forward", ctypes.c_bool), ("rows", Rows), ("weight", Rows), ("out", Rows),
+        ("bias", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("parts", ctypes.c_void_p), ("s", Rows),
+        ("factor", Rows), ("factor_rows", ctypes.c_int32), ("places", ctypes.c_void_p),
+        ("dropout_p", ctypes.c_void_p), ("dropout_rng", ctypes.c_void_p), ("layers", ctypes.c_void_p),
+        ("keep", ctypes.c_void_p), ("rows_total", ctypes.c_int64), ("d_in", ctypes.c_int),
+        ("d_out", ctypes.c_int), ("ranks", ctypes.c_int), ("cluster", ctypes.c_int), ("group", ctypes.c_int),
+        ("multiprocessors", ctypes.c_int),
+    )  # fmt: skip
+
+
+def rows_of(matrix: torch.Tensor) -> Rows:
+    aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+    return Rows(matrix.data_ptr(), matrix.stride(0), aligned)
+
+
+def padded(matrix: torch.Tensor) -> torch.Tensor:
+    """The same numbers in rows that begin at multiples of 16 bytes, NaN between them."""
+    wide = torch.full((max(len(matrix), 1), -(-matrix.shape[1] // 8) * 8 + 8), torch.nan, dtype=matrix.dtype)
+    return wide[: len(matrix), : matrix.shape[1]].copy_(matrix)
+
+
+def parts_of(segments: torch.Tensor, adapters: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the kernel makes them: `starts`, and `(row, rows, adapter, philox_row)` of each part."""
+    tiles = -(-rows // TILE_ROWS)
+    starts = torch.full((tiles + 1,), -1, dtype=torch.int32)
+    parts = torch.full((tiles + len(segments), 4), -1, dtype=torch.int32)
+    error = ctypes.CDLL(str(emulated.build())).mlora_emulator_parts(
+        ctypes.c_void_p(segments.data_ptr()), len(segments), adapters, ctypes.c_int64(rows),
+        ctypes.c_void_p(starts.data_ptr()), ctypes.c_void_p(parts.data_ptr()), len(parts),
+    )  # fmt: skip
+    assert error == 0
+    return starts, parts
+
+
+@dataclass
+class Case:
+    """One product; `segments` are (rows, adapter) one after the other, -1 for no adapter."""
+
+    T: int
+    D: int
+    O: int  # noqa: E741
+    ranks: list[int]
+    segments: list[tuple[int, int]]
+    forward: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+    p: float | None = None
+    stored: bool = False
+    cluster: int = 2
+    group: int = 8
+    multiprocessors: int = 4
+    table: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        def random(*shape: int) -> torch.Tensor:
+            return padded(torch.randn(*shape).to(self.dtype))
+
+        self.depth, self.columns = (self.D, self.O) if self.forward else (self.O, self.D)
+        self.rows, self.weight = random(self.T, self.depth), random(self.O, self.D)
+        self.bias_vector = torch.randn(self.columns).to(self.dtype) if self.bias else None
+        self.factors = [torch.randn(rank, self.columns).to(self.dtype) for rank in self.ranks]
+        self.owner = torch.full((self.T,), -1)
+        self.s = padded(torch.zeros(self.T, max(self.ranks, default=0)).to(self.dtype))
+        rows, at = [], 0
+        for index, (count, adapter) in enumerate(self.segments):
+            self.owner[at : at + count] = adapter
+            if adapter >= 0:
+                self.s[at : at + count, : self.ranks[adapter]] = torch.randn(count, self.ranks[adapter])
+            rows.append([at, at + count, adapter, 1000 * index + 7])
+            at += count
+        self.table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+        n = len(self.ranks)
+        self.drop_p = torch.tensor([self.p or 0.0, 0.0, 0.5, 1.0][:n] + [self.p or 0.0] * (n - 4))
+        self.rng = torch.stack([torch.arange(n) * 2**33 + 5, torch.arange(n) + 11], 1)
+        self.layer = torch.tensor([21])
+
+    def kept(self) -> torch.Tensor:
+        """Which elements are kept: `[T, d]` bool."""
+        mask = torch.ones(self.T, self.columns, dtype=torch.bool)
+        for begin, end, adapter, row0 in self.table.tolist() if self.p is not None else ():
+            if adapter >= 0:
+                seed, step = self.rng[adapter].tolist()
+                mask[begin:end] = philox_mask(
+                    end - begin, self.columns, p=float(self.drop_p[adapter]), seed=seed, step=step,
+                    layer=int(self.layer), row0=row0,
+                )  # fmt: skip
+        return mask
+
+    def words(self) -> torch.Tensor:
+        """Keep bits `[T, d / 32, rounded up]`: bit i for column 2i, bit 16 + i for column 2i + 1."""
+        bits = torch.nn.functional.pad(self.kept(), (0, -self.columns % 32)).reshape(self.T, -1, 16, 2).long()
+        words = (bits << torch.stack([torch.arange(16), torch.arange(16) + 16], 1)).sum((2, 3))
+        return torch.where(words < 2**31, words, words - 2**32).int()
+
+    def page(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factors, each padded to a multiple of 16 ranks, and where they are."""
+        places, first, pieces = [], 0, [torch.zeros(0, self.columns, dtype=self.dtype)]
+        for factor in self.factors:
+            places.append([first, len(factor)])
+            pieces.append(torch.nn.functional.pad(factor, (0, 0, 0, -len(factor) % 16)))
+            first += len(pieces[-1])
+        return padded(torch.cat(pieces)), torch.tensor(places, dtype=torch.int32)
+
+    def run(self, expected_error: int = 0) -> torch.Tensor:
+        """The kernel's result; what lies around it is left as it was."""
+        around = torch.full((self.T + 2, self.columns + -self.columns % 8 + 8), 77.0, dtype=self.dtype)
+        out = around[1:-1, : self.columns]
+        held = [*self.page(), *parts_of(self.table, len(self.ranks), self.T), self.words()]
+        page, places, starts, parts, keep = held
+        alone = not self.ranks
+        drops = self.p is not None
+        arguments = Arguments(
+            {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[self.dtype], self.forward,
+            rows_of(self.rows), rows_of(self.weight), rows_of(out),
+            None if self.bias_vector is None else self.bias_vector.data_ptr(),
+            None if alone else starts.data_ptr(), None if alone else parts.data_ptr(), rows_of(self.s),
+            rows_of(page), len(page), places.data_ptr(), self.drop_p.data_ptr() if drops else None,
+            self.rng.data_ptr(), self.layer.data_ptr(), keep.data_ptr() if self.stored else None, self.T,
+            self.D, self.O, self.s.shape[1], self.cluster, self.group, self.multiprocessors,
+        )  # fmt: skip
+        run = ctypes.CDLL(str(emulated.build())).mlora_emulator_product
+        assert run(ctypes.byref(arguments), ctypes.c_size_t(ctypes.sizeof(arguments))) == expected_error
+        outside = torch.ones_like(around, dtype=torch.bool)
+        outside[1:-1, : self.columns] = False
+        assert (around[outside] == 77.0).all(), "written beyond the result"
+        return out.clone()
+
+    def low_rank(self) -> torch.Tensor:
+        """keep(s F) in fp64."""
+        added = torch.zeros(self.T, self.columns, dtype=torch.float64)
+        for adapter, factor in enumerate(self.factors):
+            own = self.owner == adapter
+            added[own] = self.s[own, : len(factor)].double() @ factor.double()
+        return added.where(self.kept(), 0.0)
+
+    def expected(self) -> torch.Tensor:
+        """In fp64."""
+        weight = self.weight.double().t() if self.forward else self.weight.double()
+        result = self.rows.double() @ weight + self.low_rank()
+        return result if self.bias_vector is None else result + self.bias_vector.double()
+
+
+def assert_right(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Not farther from the exact result than its rounding, but for 5%, over all and in every number."""
+    rounding = (expected.to(found.dtype).double() - expected).norm()
+    error = found.double() - expected
+    assert error.norm() <= 1.05 * rounding, f"{error.norm() / rounding} of rounding alone"
+    scale = expected.abs() + 1e-3 * expected.abs().max()
+    assert (error.abs() <= torch.finfo(found.dtype).eps * scale).all()
+
+
+def mixed(rows: int) -> list[tuple[int, int]]:
+    """Segments that begin and end anywhere; rows without an adapter, an absent adapter's too."""
+    lengths = [70, 1, 59, 9, 3, 130, 90]
+    adapters = [1, 0, 0, -1, 2, 0, 1]
+    segments, at = [], 0
+    while at < rows:
+        for length, adapter in zip(lengths, adapters, strict=True):
+            length = min(length, rows - at)
+            if length:
+                segments.append((length, adapter))
+            at += length
+    return segments
+
+
+KINDS = [
+    pytest.param({}, id="forward"),
+    pytest.param({"bias": True}, id="bias"),
+    pytest.param({"forward": False}, id="backward"),
+    pytest.param({"forward": False, "p": 0.3, "stored": True}, id="stored"),
+    pytest.param({"forward": False, "p": 0.3}, id="drawn"),
+]
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values(kind: dict, cluster: int) -> None:
+    case = Case(300, 200, 328, [8, 40, 96], mixed(300), cluster=cluster, **kind)
+    assert_right(case.run(), case.expected())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp16(kind: dict) -> None:
+    case = Case(140, 136, 72, [8, 24, 3], mixed(140), dtype=torch.float16, **kind)
+    assert_right(case.run(), case.expected())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 8, 8), (1, 64, 256), (3, 8, 264), (129, 40, 10), (257, 72, 33), (128, 520, 300), (65, 1, 513)],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_shapes(kind: dict, sizes: tuple[int, int, int]) -> None:
+    case = Case(*sizes, [5, 17, 2], mixed(sizes[0]), **kind)
+    assert_right(case.run(), case.expected())
+
+
+@pytest.mark.parametrize(
+    "ranks", [[1], [15, 16], [17, 64], [65, 3], [128, 8], [130, 48], [320, 1]], ids=str
+)
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[4]])
+def test_ranks(kind: dict, ranks: list[int]) -> None:
+    segments = [(31, 0), (50, -1), (120, len(ranks) - 1)]
+    case = Case(201, 80, 96, ranks, segments, **kind)
+    assert_right(case.run(), case.expected())
