@@ -27,6 +27,7 @@ struct Box {
   int row;
   Phases* barrier;
   int thread;                    // that sent it away; -1: it comes
+  int number;                    // of those that the thread has sent
   std::vector<uint32_t> hidden;  // words that their writers had not shown
 };
 
@@ -57,6 +58,7 @@ struct Engine {
   std::vector<Box> boxes;
   std::vector<int> hidden_by[kMostCluster];  // of each word of shared memory: the thread plus one
   std::vector<uint32_t> hides[kMostThreads];
+  int sent[kMostThreads];
   Products products[kMostThreads];
 };
 
@@ -223,7 +225,7 @@ void for_each_sum(int thread, int count, Function&& f) {
 
 void make_product(Products* const* threads, size_t index) {
   const Product first = threads[0]->groups[0][index];
-  const int columns = first.count / 2;
+  const int columns = 2 * first.count;
   static float a[64][16], b[16][256], sum[64][256];
   for (int k = 0; k < 16; ++k) {
     for (int row = 0; row < 64; ++row) {
@@ -298,6 +300,7 @@ void begin_boxes() {
   }
   for (int i = 0; i < machine.threads * machine.cluster; ++i) {
     engine.hides[i].clear();
+    engine.sent[i] = 0;
     engine.products[i] = {};
   }
 }
@@ -380,12 +383,12 @@ void barrier_wait(uint32_t barrier, int parity) {
 }
 
 void load_box(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier) {
-  start_box({*map, machine.rank, to, column, row, &barrier_of(machine.rank, barrier), -1, {}});
+  start_box({*map, machine.rank, to, column, row, &barrier_of(machine.rank, barrier), -1, 0, {}});
 }
 
 void load_box_for_both(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier) {
   for (int rank = 0; rank < 2; ++rank) {
-    start_box({*map, rank, to, column, row, &barrier_of(rank, barrier), -1, {}});
+    start_box({*map, rank, to, column, row, &barrier_of(rank, barrier), -1, 0, {}});
   }
 }
 
@@ -402,7 +405,8 @@ void show_to_copies() {
 }
 
 void store_box(const TensorMap* map, int column, int row, uint32_t from) {
-  Box box{*map, machine.rank, from, column, row, nullptr, machine.current, {}};
+  Box box{*map, machine.rank, from, column, row, nullptr, machine.current, engine.sent[machine.current]++,
+          {}};
   for (uint32_t word = 0; word < static_cast<uint32_t>(map->box_rows * map->box_columns) / 2; ++word) {
     if (engine.hidden_by[machine.rank].at(from / 4 + word) != 0) {
       box.hidden.push_back(from / 4 + word);
@@ -415,10 +419,12 @@ void wait_for_stored_boxes(int pending) {
   if (is_broken(pending == 0 ? "wait_stored_boxes<0>" : "wait_stored_boxes<1>")) {
     return;
   }
-  const auto own = [](const Box& box) { return box.thread == machine.current; };
-  for (auto left = std::count_if(engine.boxes.begin(), engine.boxes.end(), own); left > pending; --left) {
-    const auto oldest = std::find_if(engine.boxes.begin(), engine.boxes.end(), own);
-    move_box(static_cast<size_t>(oldest - engine.boxes.begin()));
+  // they may be read in any order; but the latest, all must have been
+  for (size_t i = engine.boxes.size(); i-- > 0;) {
+    const Box& box = engine.boxes[i];
+    if (box.thread == machine.current && box.number < engine.sent[machine.current] - pending) {
+      move_box(i);
+    }
   }
 }
 

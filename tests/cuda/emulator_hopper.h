@@ -73,7 +73,7 @@ template <int kPending, int kCount>
 void wait_products(float (&)[kCount]) {
   wait_for_products(kPending);
 }
-// sum: this thread's `count` numbers of sum [64, count / 2]
+// sum: this thread's `count` numbers of sum [64, 2 count]
 void add_product(Scalar type, float* sum, int count, bool across, uint64_t a, uint64_t b, bool add);
 inline Scalar scalar_of(BFloat16) { return Scalar::kBFloat16; }
 inline Scalar scalar_of(Half) { return Scalar::kHalf; }
