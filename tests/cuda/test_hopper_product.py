@@ -194,6 +194,10 @@ def mixed(rows: int) -> list[tuple[int, int]]:
     return segments
 
 
+def alone(forward: bool, **how) -> Case:
+    return Case(300, 200, 328, [], [], forward=forward, **how)
+
+
 KINDS = [
     pytest.param({}, id="forward"),
     pytest.param({"bias": True}, id="bias"),
@@ -235,3 +239,162 @@ def test_ranks(kind: dict, ranks: list[int]) -> None:
     segments = [(31, 0), (50, -1), (120, len(ranks) - 1)]
     case = Case(201, 80, 96, ranks, segments, **kind)
     assert_right(case.run(), case.expected())
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_the_frozen_product_alone(forward: bool) -> None:
+    case = alone(forward, bias=forward)
+    assert_right(case.run(), case.expected())
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
+@pytest.mark.parametrize(("cluster", "multiprocessors"), [(1, 1), (1, 3), (2, 2), (2, 132)])
+def test_groups_and_blocks_change_no_bit(group: int, cluster: int, multiprocessors: int) -> None:
+    torch.manual_seed(1)
+    how = {"forward": False, "p": 0.2, "cluster": cluster, "multiprocessors": multiprocessors, "group": group}
+    case = Case(700, 270, 72, [8, 40], [(260, 0), (440, 1)], **how)
+    found = case.run()
+    case.cluster, case.group, case.multiprocessors = 2, 8, 4
+    assert torch.equal(found, case.run())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_drawn_masks_are_the_stored_ones(dtype: torch.dtype) -> None:
+    """Deep enough that all rows are drawn beside products, and so shallow that none is."""
+    for depth in (1100, 40):
+        case = Case(200, 300, depth, [8, 40, 6, 4], [(70, 1), (60, 0), (9, 2), (61, 3)], forward=False,
+                    dtype=dtype, p=0.3)  # fmt: skip
+        found = case.run()
+        case.stored = True
+        assert torch.equal(found, case.run())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_short_segments(kind: dict) -> None:
+    segments = [(1 + i % 3, i % 5 - 1) for i in range(130)]
+    case = Case(sum(rows for rows, _ in segments), 72, 80, [4, 17, 2, 70], segments, **kind)
+    assert_right(case.run(), case.expected())
+
+
+@pytest.mark.parametrize("where", ["rows", "s", "factor"])
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]])
+def test_nan_stays_with_its_adapter(kind: dict, where: str) -> None:
+    """Adapters that border on each other in the page; dropped elements have none of s and F either."""
+    case = Case(300, 72, 328, [8, 40, 24], [(70, 0), (95, 1), (135, 2)], **kind)
+    clean, sick = case.run(), case.owner == 1
+    if where == "factor":
+        case.factors[1].fill_(torch.nan)
+    else:
+        getattr(case, where)[sick] = torch.nan
+    dirty = case.run()
+    assert torch.equal(dirty[~sick], clean[~sick])
+    reached = torch.ones_like(case.kept()) if where == "rows" else case.kept()
+    assert torch.equal(dirty[sick].isnan(), reached[sick])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_mates_change_no_bit(kind: dict) -> None:
+    """Nor does the place in the batch: a row's bits are those of its adapter alone."""
+    case = Case(420, 136, 136, [8, 40, 130], [(37, 0), (70, 2), (213, 1), (100, 0)], **kind)
+    found = case.run()
+    keep = torch.cat([torch.arange(37), torch.arange(320, 420)])
+    mates = Case(137, 136, 136, [8], [(37, 0), (100, 0)], **kind)
+    mates.rows, mates.s, mates.weight = padded(case.rows[keep]), padded(case.s[keep, :8]), case.weight
+    mates.factors, mates.bias_vector, mates.rng = case.factors[:1], case.bias_vector, case.rng[:1]
+    mates.table[:, 3] = case.table[[0, 3], 3]
+    assert torch.equal(mates.run(), found[keep])
+
+
+def test_parts_are_the_rows_of_a_segment_in_a_row_tile() -> None:
+    table = torch.tensor(
+        [[5, 130, 1, 2**32 - 3], [130, 131, 0, 4], [131, 140, -1, 0], [140, 150, 7, 0], [256, 700, 0, 9]]
+    )
+    starts, parts = parts_of(table, 2, 650)
+    expected = []
+    for tile in range(-(-650 // TILE_ROWS)):
+        assert starts[tile] == len(expected)
+        for begin, end, adapter, row0 in table.tolist():
+            first = max(begin, tile * TILE_ROWS)
+            rows = min(end, (tile + 1) * TILE_ROWS, 650) - first
+            if rows > 0 and 0 <= adapter < 2:
+                philox_row = (row0 + first - begin + 2**31) % 2**32 - 2**31
+                expected.append([first, rows, adapter, philox_row])
+    assert starts[-1] == len(expected)
+    assert parts[: len(expected)].tolist() == expected
+    assert (parts[len(expected) :] == -1).all()
+
+
+def test_parts_of_nothing() -> None:
+    starts, _ = parts_of(torch.zeros(0, 4, dtype=torch.int64), 1, 200)
+    assert starts.tolist() == [0, 0, 0]
+
+
+def test_what_it_does_not_serve_is_refused_and_not_written() -> None:
+    def refused(case: Case) -> None:
+        assert (case.run(NOT_SUPPORTED) == 77.0).all()
+
+    refused(alone(True, dtype=torch.float32))
+    for name in ("rows", "weight"):
+        case = alone(True)
+        matrix = getattr(case, name)
+        wide = torch.zeros(len(matrix), matrix.shape[1] + 1, dtype=case.dtype)[:, :-1]
+        setattr(case, name, wide)
+        refused(case)
+    for change in ({"cluster": 3}, {"group": 0}):
+        refused(alone(False, **change))
+
+
+FAULTS = [
+    ("barrier_wait", LOADS, -1, "loads before a stage is free"),
+    ("barrier_wait", MULTIPLIES, -1, "multiplies before a stage is there"),
+    ("barrier_arrive", MULTIPLIES, -1, "never tells that a stage is free"),
+    ("barrier_arrive", MULTIPLIES, 3, "forgets once"),
+    ("barriers_have_begun", LOADS, -1, "barriers are used before they are seen"),
+    ("begin_products", MULTIPLIES, -1, "no fence before products"),
+    ("wait_products<1>", MULTIPLIES, -1, "frees a stage that products read"),
+    ("wait_products<0>", MULTIPLIES, -1, "takes sums that are not there"),
+    ("wait_copies", MULTIPLIES, -1, "takes keep bits that are not there"),
+    ("show_to_copies", MULTIPLIES, -1, "sends what copies do not see"),
+    ("synchronize_warp", MULTIPLIES, -1, "sends before all lanes have written"),
+    ("wait_stored_boxes<0>", MULTIPLIES, -1, "writes over a box, or leaves before it is read"),
+    ("wait_stored_boxes<1>", MULTIPLIES, -1, "writes over a box that is not read"),
+    ("synchronize_cluster", range(384), 1, "leaves while the other block may write"),
+]
+
+
+@pytest.mark.parametrize(("operation", "threads", "call", "fault"), FAULTS, ids=lambda v: str(v)[:20])
+def test_the_emulator_sees_what_is_left_out(operation: str, threads: range, call: int, fault: str) -> None:
+    """Each operation that orders the kernel's work is needed, and a test notices where it is missing."""
+    case = Case(600, 264, 200, [8, 40], [(200, 0), (400, 1)], forward=False, p=0.3, stored=True,
+                multiprocessors=2)  # fmt: skip
+    expected = case.run()
+    for _ in range(20):
+        with emulated.broken(operation, threads, call) as noticed:
+            try:
+                right = torch.equal(case.run(), expected)
+            except AssertionError:
+                right = False
+            if noticed() or not right:
+                break
+    else:
+        pytest.fail(f"nobody noticed that a block {fault}")
+    assert torch.equal(case.run(), expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_random_cases(kind: dict, cluster: int, dtype: torch.dtype) -> None:
+    for _ in range(12):
+        T, D, O = (int(torch.randint(1, most, ())) for most in (500, 400, 600))  # noqa: E741
+        ranks = torch.randint(1, 200, (4,)).tolist()
+        segments, left = [], T
+        while left:
+            rows = int(torch.randint(1, left + 1, ()))
+            segments.append((rows, int(torch.randint(-1, 4, ()))))
+            left -= rows
+        group, blocks = (int(torch.randint(1, 9, ())) for _ in range(2))
+        case = Case(T, D, O, ranks, segments, dtype=dtype, cluster=cluster, group=group,
+                    multiprocessors=blocks, **kind)  # fmt: skip
+        assert_right(case.run(), case.expected())
