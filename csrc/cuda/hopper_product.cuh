@@ -112,7 +112,7 @@ class ProductBlock {
     if (thread_index() == 0) {
       for (int i = 0; i < Shape::kStages; ++i) {
         barrier_begin(full(i), 1);
-        barrier_begin(empty(i), 2 * kCluster);
+        barrier_begin(empty(i), 8 * kCluster);  // the warps that multiply
       }
       barriers_have_begun();
       fetch_map(&maps.rows);
@@ -304,6 +304,7 @@ class ProductBlock {
         for (int i = 0; i < stages; ++i, turn.next()) {
           barrier_wait(full(turn.stage), turn.parity);
           add_ranks(sum, part, part.ranks - i * Shape::kDepth);
+          synchronize_warp();
           release(turn.stage);
         }
       });
@@ -315,10 +316,12 @@ class ProductBlock {
     wait_stored_boxes<0>();
   }
 
-  // Tells the loading threads of the cluster. Products are the warpgroup's: they end for its warps together.
+  // Tells the loading threads of the cluster. Each warp does: else a stage without ranks, which makes no
+  // products, might be filled again before a slow warp has waited for it, and that warp would wait for ever.
   MLORA_DEVICE void release(int stage) const {
-    if (stage >= 0 && thread_index() % 128 < kCluster) {
-      barrier_arrive(empty(stage), thread_index() % 128);
+    const int lane = thread_index() & 31;
+    if (stage >= 0 && lane < kCluster) {
+      barrier_arrive(empty(stage), lane);
     }
   }
 

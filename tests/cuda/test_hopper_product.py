@@ -276,6 +276,15 @@ def test_many_short_segments(kind: dict) -> None:
     assert_right(case.run(), case.expected())
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_stages_without_ranks(first: bool) -> None:
+    """One block of a cluster turns through many stages in which only the other one has ranks."""
+    many = [(16, 0)] * 8
+    segments = [*many, (128, -1)] if first else [(128, -1), *many]
+    case = Case(512, 8, 264, [130, 4], segments * 2, multiprocessors=2)
+    assert_right(case.run(), case.expected())
+
+
 @pytest.mark.parametrize("where", ["rows", "s", "factor"])
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[3]])
 def test_nan_stays_with_its_adapter(kind: dict, where: str) -> None:
