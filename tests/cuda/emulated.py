@@ -132,7 +132,7 @@ def fail_next(launch: str) -> None:
 
 @contextmanager
 def broken(operation: str, threads: range = range(1024), call: int = -1) -> Iterator[Callable[[], str]]:
-    """Leaves out an operation of `emulator_hopper.h`, or a wait; yields a function that says what was noticed.
+    """Leaves out an operation of `emulator_hopper.h`, or a wait; what it yields says what was noticed.
 
     Args:
         operation: its name, such as `barrier_wait`.
