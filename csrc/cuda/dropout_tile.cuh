@@ -6,6 +6,9 @@
 
 namespace mlora::cuda {
 
+// Where the masks of dropout come from.
+enum class Masks { kNone, kDrawn, kStored };
+
 // Where the keep bits of 32 columns, from `column` on, of a row lie; see `keep_bits` for their order. Words
 // of more columns hold the bits of counter after counter: 4 bits of even columns each, and 16 higher of odd
 // ones.

@@ -13,9 +13,6 @@
 
 namespace mlora::cuda {
 
-// Where the masks of dropout come from.
-enum class Masks { kNone, kDrawn, kStored };
-
 template <typename T, int kRanks, int kLayers, bool kDx>
 struct GradientShape {
   // Wide panels leave shared memory for two stages only, on devices of 99 KiB.

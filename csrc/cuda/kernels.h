@@ -42,6 +42,13 @@ struct PlanTables {
   Group* groups;
 };
 
+// Of `PartView`, with room for `most_parts`.
+struct PartTables {
+  int32_t* starts;
+  Tile* parts;
+  int32_t room;
+};
+
 struct PlanView {
   const Tile* tiles;
   int32_t tile_count;
@@ -141,6 +148,7 @@ uint64_t capture_of(const Queue& queue);
 int shrink_parts(const Queue& queue, int64_t tiles, int columns);
 
 int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue);
+int launch_parts(const Batch& batch, const PartTables& tables, const Queue& queue);
 int launch_shrink(const ShrinkArguments& arguments, const Queue& queue);
 int launch_expand(ExpandArguments arguments, const Queue& queue);
 int launch_read_dy(ReadDyArguments arguments, const Queue& queue);

@@ -1,5 +1,6 @@
-// The plan of one batch, by one block. Each adapter has a thread, which walks the segments for its own; one
-// more thread serves the rows without an adapter.
+// The plan of one batch, by one block: each adapter has a thread, which walks the segments for its own; one
+// more thread serves the rows without an adapter. And the parts of the frozen product's row tiles, a thread
+// each.
 #include "cuda/kernels.h"
 #include "cuda/primitives.cuh"
 
@@ -95,7 +96,40 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(Batch batch, PlanTab
   }
 }
 
+constexpr int kPartThreads = 64;
+
+// The parts of one row tile a thread; one more thread writes the last entry of `starts`.
+__global__ void __launch_bounds__(kPartThreads) parts_kernel(Batch batch, PartTables tables) {
+  const int32_t own = block_x() * kPartThreads + thread_index();
+  if (own > ceil_div(batch.rows, kProductRows)) {
+    return;
+  }
+  int32_t place = 0;
+  for_each_served(batch, [&](const Segment& segment) {
+    const Range reached = product_tiles(batch, segment);
+    const int32_t before = own - reached.begin;
+    place += before < 0 ? 0 : before < reached.count ? before : reached.count;
+  });
+  tables.starts[own] = place < tables.room ? place : tables.room;
+  const int64_t row = int64_t{own} * kProductRows;
+  for_each_served(batch, [&](const Segment& segment) {
+    const int64_t begin = segment.begin > row ? segment.begin : row;
+    const int64_t tile_end = row + kProductRows < batch.rows ? row + kProductRows : batch.rows;
+    const int64_t end = segment.end < tile_end ? segment.end : tile_end;
+    if (begin < end && place < tables.room) {
+      tables.parts[place++] = {static_cast<int32_t>(begin), static_cast<int32_t>(end - begin),
+                               static_cast<int32_t>(segment.adapter),
+                               static_cast<uint32_t>(segment.row0 + begin - segment.begin)};
+    }
+  });
+}
+
 }  // namespace
+
+int launch_parts(const Batch& batch, const PartTables& tables, const Queue& queue) {
+  const Grid grid = {ceil_div(ceil_div(batch.rows, kProductRows) + 1, kPartThreads)};
+  return launch(parts_kernel, grid, kPartThreads, 0, queue, batch, tables);
+}
 
 int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue) {
   return launch(plan_kernel, Grid{1}, kPlanThreads, 0, queue, batch, tables);

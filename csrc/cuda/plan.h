@@ -12,6 +12,7 @@ namespace mlora::cuda {
 constexpr int kTileRows = 64;
 constexpr int kSplitTiles = 16;
 constexpr int kQuarters = 4;
+constexpr int kProductRows = 128;  // of a row tile of the frozen product
 
 struct Segment {
   int64_t begin;
@@ -39,6 +40,13 @@ struct alignas(16) Group {
   int32_t tile_end;
   int32_t slot_begin;
   int32_t slot_count;
+};
+
+// What the frozen product's row tiles hold of segments with an adapter, in the order of rows: row tile t has
+// parts [starts[t], starts[t + 1]). A part lies in one row tile and one segment.
+struct PartView {
+  const int32_t* starts;  // [T / 128, rounded up, + 1]
+  const Tile* parts;
 };
 
 // The segments of a batch; those of no adapter, or of one that is not there, count as absent.
@@ -75,6 +83,18 @@ MLORA_HD Tile tile_of(int64_t begin, int64_t end, int32_t number, int32_t adapte
   const int64_t rows = end - row < kTileRows ? end - row : kTileRows;
   const uint32_t philox_row = adapter < 0 ? 0 : static_cast<uint32_t>(row0 + row - begin);
   return {static_cast<int32_t>(row), static_cast<int32_t>(rows), adapter, philox_row};
+}
+
+// Row tiles of the frozen product that a segment reaches, cut off at the batch's last row.
+MLORA_HD Range product_tiles(const Batch& batch, const Segment& segment) {
+  const int64_t end = segment.end < batch.rows ? segment.end : batch.rows;
+  const int32_t first = static_cast<int32_t>(segment.begin / kProductRows);
+  return {first, ceil_div(end, kProductRows) - first};
+}
+
+// At most so many parts.
+MLORA_HD int64_t most_parts(int64_t rows, int64_t segments) {
+  return ceil_div(rows, kProductRows) + segments;
 }
 
 // Runs of an adapter's tiles: at least one, which writes the zeros of an adapter without rows.

@@ -146,6 +146,7 @@ struct Grid {
   int64_t x = 1;
   int64_t y = 1;
   int64_t z = 1;
+  int cluster = 1;  // neighbours along x that run together (sm_90)
 };
 
 // Shared memory that a block may have; 48 KiB if the device does not tell.
@@ -186,6 +187,11 @@ int launch(void (*kernel)(Parameters...), const Grid& grid, int threads, int sha
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = static_cast<cudaStream_t>(queue.stream);
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+    config.attrs = &cluster;
+    config.numAttrs = grid.cluster > 1 ? 1 : 0;
     error = cudaLaunchKernelEx(&config, kernel, arguments...);
   }
   if (error != cudaSuccess) {

@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +28,7 @@ KERNELS = sorted((ROOT / "csrc/cuda").glob("*.cu"))
 SOURCES = [
     *KERNELS,
     *(ROOT / f"csrc/cuda/{name}.cpp" for name in ("operator", "tickets")),
-    HERE / "emulator.cpp",
+    *HERE.glob("emulator*.cpp"),
 ]
 FLAGS = [
     "-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
@@ -45,7 +45,7 @@ def missing() -> str:
 
 def build() -> Path:
     """The library, compiled unless these very sources have been; others are removed."""
-    headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh"), *HERE.glob("emulator.*")]
+    headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh"), *HERE.glob("emulator*")]
     digest = hashlib.sha256(" ".join([torch.__version__, *FLAGS]).encode())
     for path in sorted({*headers, *SOURCES}):
         digest.update(path.read_bytes())
@@ -128,6 +128,24 @@ def without_kernels() -> Iterator[None]:
 def fail_next(launch: str) -> None:
     """The next launch of this name ends with an error after half of its programs."""
     ctypes.CDLL(str(build())).mlora_emulator_fail(launch.encode())
+
+
+@contextmanager
+def broken(operation: str, threads: range = range(1024), call: int = -1) -> Iterator[Callable[[], str]]:
+    """Leaves out an operation of `emulator_hopper.h`, or a wait; what it yields says what was noticed.
+
+    Args:
+        operation: its name, such as `barrier_wait`.
+        threads: of a block.
+        call: which one of each thread; -1: each.
+    """
+    library = ctypes.CDLL(str(build()))
+    library.mlora_emulator_found.restype = ctypes.c_char_p
+    library.mlora_emulator_break(operation.encode(), threads.start, threads.stop, call)
+    try:
+        yield lambda: library.mlora_emulator_found().decode()
+    finally:
+        library.mlora_emulator_break(b"", 0, 0, -1)
 
 
 @contextmanager

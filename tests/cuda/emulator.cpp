@@ -1,15 +1,12 @@
-#include "emulator.h"
-
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <mutex>
 #include <numeric>
-#include <random>
 #include <sstream>
-#include <string>
 #include <unordered_set>
-#include <vector>
+
+#include "emulator_machine.h"
 
 #if !defined(__x86_64__) || !defined(__linux__)
 #error "the emulator switches stacks in x86-64 assembly, on Linux"
@@ -41,54 +38,14 @@ mlora_switch_stack:
 )");
 
 namespace mlora::cuda {
-namespace {
-
-constexpr int kLanes = 32;
-constexpr int kMostThreads = 1024;
-constexpr size_t kStackBytes = 65536 + 1088;  // stacks that begin at different places of the caches
-
-enum class State { kReady, kAtBarrier, kInWarp, kDone };
-
-struct Copy {
-  void* shared;
-  const void* global;
-  int bytes;
-  int group;
-};
-
-struct Fiber {
-  void* stack;
-  State state;
-  int copy_group;
-  std::vector<Copy> copies;
-};
-
-struct Warp {
-  WarpWork work;
-  void* operands[kLanes];
-  int arrived;
-};
-
-struct Machine {
-  Fiber fibers[kMostThreads];
-  Warp warps[kMostThreads / kLanes];
-  void* scheduler;
-  unsigned char* stacks = nullptr;
-  std::vector<unsigned char> shared;
-  unsigned char* shared_begin;
-  std::mt19937 random{1};
-  std::mutex mutex;
-  int threads;
-  int current;
-  int done;
-  int at_barrier;
-  int block[3];
-  int grid_y;
-  void (*run)(const void*);
-  const void* call;
-};
 
 Machine machine;
+
+namespace {
+
+constexpr size_t kStackBytes = 65536 + 1088;  // stacks that begin at different places of the caches
+
+std::mutex mutex;
 
 // Accesses to global memory: all bytes, and the sectors of 32 bytes that they touch.
 struct Accesses {
@@ -119,9 +76,104 @@ int shared_limit = 227 * 1024;
 std::string failing;
 int multiprocessor_count = 132;
 
-[[noreturn]] void die(const char* message) {
-  std::fprintf(stderr, "emulator: %s (block %d %d %d, thread %d)\n", message, machine.block[0],
-               machine.block[1], machine.block[2], machine.current);
+// The operation that a test leaves out, of threads [first, end) of a block: each call, or only one of each
+// thread.
+struct Break {
+  std::string operation;
+  int first = 0;
+  int end = 0;
+  int call = -1;
+  std::string found;
+};
+
+Break broken;
+
+void fiber_main() {
+  machine.run(machine.call);
+  check_boxes_of_thread();
+  ++machine.done;
+  leave(State::kDone);
+  std::abort();
+}
+
+void start_fibers() {
+  for (int i = 0; i < machine.threads * machine.cluster; ++i) {
+    Fiber& fiber = machine.fibers[i];
+    fiber.state = State::kReady;
+    fiber.copy_group = 0;
+    fiber.copies.clear();
+    fiber.calls = 0;
+    void** top = reinterpret_cast<void**>(machine.stacks + (static_cast<size_t>(i) + 1) * kStackBytes) - 2;
+    *top = reinterpret_cast<void*>(&fiber_main);  // where the first switch returns to
+    fiber.stack = top - 6;
+  }
+  for (Meeting& meeting : machine.warps) {
+    meeting.arrived = 0;
+  }
+  for (Meeting& meeting : machine.warpgroups) {
+    meeting.arrived = 0;
+  }
+  machine.done = 0;
+  std::fill(std::begin(machine.at_barrier), std::end(machine.at_barrier), 0);
+  machine.stopped = false;
+}
+
+void run_thread(int index) {
+  machine.current = index;
+  machine.rank = index / machine.threads;
+  machine.shared_begin = machine.first_shared + static_cast<size_t>(machine.rank) * machine.shared_stride;
+  mlora_switch_stack(&machine.scheduler, machine.fibers[index].stack);
+}
+
+// Runs each thread in turn until it waits; the order of the turns is new each time. Boxes arrive in between.
+void run_cluster() {
+  start_fibers();
+  begin_boxes();
+  const int threads = machine.threads * machine.cluster;
+  int padded = kLanes;
+  while (padded < threads) {
+    padded *= 2;
+  }
+  while (machine.done < threads && !machine.stopped) {
+    const unsigned start = machine.random(), stride = machine.random() | 1u;
+    bool progress = false;
+    for (int turn = 0; turn < padded && !machine.stopped; ++turn) {
+      const int thread =
+          static_cast<int>((start + static_cast<unsigned>(turn) * stride) % static_cast<unsigned>(padded));
+      if (thread < threads && machine.fibers[thread].state == State::kReady) {
+        progress = true;
+        run_thread(thread);
+        if (machine.random() % 64 == 0) {
+          move_a_box();
+        }
+      }
+    }
+    if (!progress && !move_a_box()) {
+      report("threads wait for others that never come");
+    }
+  }
+  if (!machine.stopped) {
+    check_boxes();
+  }
+}
+
+}  // namespace
+
+void report(const char* message) {
+  std::ostringstream line;
+  line << message << " (block " << machine.block[0] + machine.rank << ' ' << machine.block[1] << ' '
+       << machine.block[2] << ", thread " << thread_index() << ')';
+  if (broken.operation.empty()) {
+    std::fprintf(stderr, "emulator: %s\n", line.str().c_str());
+    std::abort();
+  }
+  broken.found = line.str();
+  machine.stopped = true;
+}
+
+void die(const char* message) {
+  report(message);
+  leave(State::kDone);
   std::abort();
 }
 
@@ -131,92 +183,62 @@ void leave(State state) {
   mlora_switch_stack(&fiber.stack, machine.scheduler);
 }
 
-void fiber_main() {
-  machine.run(machine.call);
-  ++machine.done;
-  leave(State::kDone);
-  die("a thread that has ended goes on");
+bool is_broken(const char* operation) {
+  if (broken.operation.empty() || broken.operation != operation || thread_index() < broken.first ||
+      thread_index() >= broken.end) {
+    return false;
+  }
+  return machine.fibers[machine.current].calls++ == broken.call || broken.call < 0;
 }
 
-void start_fibers() {
-  for (int i = 0; i < machine.threads; ++i) {
-    Fiber& fiber = machine.fibers[i];
-    fiber.state = State::kReady;
-    fiber.copy_group = 0;
-    fiber.copies.clear();
-    void** top = reinterpret_cast<void**>(machine.stacks + (static_cast<size_t>(i) + 1) * kStackBytes) - 2;
-    *top = reinterpret_cast<void*>(&fiber_main);  // where the first switch returns to
-    fiber.stack = top - 6;
-  }
-  for (Warp& warp : machine.warps) {
-    warp.arrived = 0;
-  }
-  machine.done = machine.at_barrier = 0;
-}
-
-// Runs each thread in turn until it waits; the order of the turns is new each time.
-void run_block() {
-  start_fibers();
-  int padded = kLanes;
-  while (padded < machine.threads) {
-    padded *= 2;
-  }
-  while (machine.done < machine.threads) {
-    const unsigned start = machine.random(), stride = machine.random() | 1u;
-    bool progress = false;
-    for (int turn = 0; turn < padded; ++turn) {
-      const int thread =
-          static_cast<int>((start + static_cast<unsigned>(turn) * stride) % static_cast<unsigned>(padded));
-      if (thread < machine.threads && machine.fibers[thread].state == State::kReady) {
-        machine.current = thread;
-        progress = true;
-        mlora_switch_stack(&machine.scheduler, machine.fibers[thread].stack);
-      }
-    }
-    if (!progress) {
-      die("threads wait for others that never come");
-    }
-  }
-}
-
-}  // namespace
-
-int thread_index() { return machine.current; }
-int block_x() { return machine.block[0]; }
+int thread_index() { return machine.current - machine.rank * machine.threads; }
+int block_x() { return machine.block[0] + machine.rank; }
 int block_y() { return machine.block[1]; }
 int block_z() { return machine.block[2]; }
-int grid_y() { return machine.grid_y; }
+int grid_x() { return static_cast<int>(machine.grid.x); }
+int grid_y() { return static_cast<int>(machine.grid.y); }
+int cluster_rank() { return machine.rank; }
 unsigned char* shared_memory() { return machine.shared_begin; }
 
-void synchronize() {
-  if (++machine.at_barrier < machine.threads) {
+void wait_at_barrier(int which, int count) {
+  if (++machine.at_barrier[which] < count) {
     leave(State::kAtBarrier);
     return;
   }
-  machine.at_barrier = 0;
-  for (int i = 0; i < machine.threads; ++i) {
+  machine.at_barrier[which] = 0;
+  const int first = which < kMostCluster ? which * machine.threads : 0;
+  for (int i = first; i < first + count; ++i) {
     machine.fibers[i].state = State::kReady;
   }
   leave(State::kReady);
 }
 
-void meet(WarpWork work, void* operands) {
-  const int lane = machine.current % kLanes;
-  Warp& warp = machine.warps[machine.current / kLanes];
-  if (warp.arrived > 0 && warp.work != work) {
+void synchronize() {
+  if (!is_broken("synchronize")) {
+    wait_at_barrier(machine.rank, machine.threads);
+  }
+}
+
+void meet_at(Meeting& meeting, int count, WarpWork work, void* operands) {
+  const int place = machine.current % count;
+  if (meeting.arrived > 0 && meeting.work != work) {
     die("lanes of a warp meet at different operations");
   }
-  warp.work = work;
-  warp.operands[lane] = operands;
-  if (++warp.arrived < kLanes) {
-    leave(State::kInWarp);
+  meeting.work = work;
+  meeting.operands[place] = operands;
+  if (++meeting.arrived < count) {
+    leave(State::kMeeting);
     return;
   }
-  warp.arrived = 0;
-  work(warp.operands);
-  for (int i = 0; i < kLanes; ++i) {
-    machine.fibers[machine.current - lane + i].state = State::kReady;
+  meeting.arrived = 0;
+  work(meeting.operands);
+  for (int i = 0; i < count; ++i) {
+    machine.fibers[machine.current - place + i].state = State::kReady;
   }
+}
+
+void meet(WarpWork work, void* operands) {
+  meet_at(machine.warps[machine.current / kLanes], kLanes, work, operands);
 }
 
 int most_shared_bytes(const Queue&) { return shared_limit; }
@@ -226,16 +248,29 @@ uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(shared) - machine.shared_begin);
 }
 
-void copy_async(void* shared, const void* global, bool present) {
-  const int bytes = present ? 16 : 0;
-  if (reinterpret_cast<uintptr_t>(shared) % 16 != 0 ||
-      (present && reinterpret_cast<uintptr_t>(global) % 16 != 0)) {
-    die("a copy of 16 bytes is misaligned");
+namespace {
+
+void start_copy(void* shared, const void* global, int size, int present) {
+  const auto at = [&](const void* place) {
+    return reinterpret_cast<uintptr_t>(place) % static_cast<unsigned>(size);
+  };
+  if (at(shared) != 0 || (present > 0 && at(global) != 0)) {
+    die("a copy is misaligned");
   }
   Fiber& fiber = machine.fibers[machine.current];
-  count_read(global, bytes);
-  std::memset(shared, 0xff, 16);
-  fiber.copies.push_back({shared, global, bytes, fiber.copy_group});
+  count_read(global, present);
+  std::memset(shared, 0xff, static_cast<size_t>(size));
+  fiber.copies.push_back({shared, global, size, present, fiber.copy_group});
+}
+
+}  // namespace
+
+void copy_async(void* shared, const void* global, bool present) {
+  start_copy(shared, global, 16, present ? 16 : 0);
+}
+
+void copy_word_async(uint32_t to, const void* global, int bytes) {
+  start_copy(machine.shared_begin + to, global, 4, bytes);
 }
 
 void count_read(const void* place, int bytes) {
@@ -253,17 +288,23 @@ void count_write(const void* place, int bytes) {
 void commit_copies() { ++machine.fibers[machine.current].copy_group; }
 
 void wait_for_copies(int pending) {
+  if (is_broken("wait_copies")) {
+    return;
+  }
   Fiber& fiber = machine.fibers[machine.current];
   size_t finished = 0;
   while (finished < fiber.copies.size() && fiber.copies[finished].group < fiber.copy_group - pending) {
     const Copy& copy = fiber.copies[finished++];
-    std::memset(copy.shared, 0, 16);
-    std::memcpy(copy.shared, copy.global, static_cast<size_t>(copy.bytes));
+    std::memset(copy.shared, 0, static_cast<size_t>(copy.size));
+    std::memcpy(copy.shared, copy.global, static_cast<size_t>(copy.present));
   }
   fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + static_cast<ptrdiff_t>(finished));
 }
 
 void synchronize_warp() {
+  if (is_broken("synchronize_warp")) {
+    return;
+  }
   meet([](void* const*) {}, nullptr);
 }
 
@@ -314,9 +355,10 @@ int run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, 
     return 0;
   }
   if (shared_bytes > shared_limit) {
-    die("a block asks for too much shared memory");
+    std::fprintf(stderr, "emulator: a block asks for too much shared memory\n");
+    std::abort();
   }
-  const std::lock_guard lock(machine.mutex);
+  const std::lock_guard lock(mutex);
   watch.reads = watch.writes = {};
   if (machine.stacks == nullptr) {
     machine.stacks =
@@ -324,14 +366,19 @@ int run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, 
                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   }
   machine.threads = threads;
+  machine.cluster = grid.cluster;
   machine.run = run;
   machine.call = call;
-  machine.grid_y = static_cast<int>(grid.y);
+  machine.grid = grid;
   constexpr size_t kAlignment = 1024;
-  machine.shared.resize(static_cast<size_t>(shared_bytes) + kAlignment);
-  machine.shared_begin =
+  machine.shared_bytes = static_cast<size_t>(shared_bytes);
+  machine.shared_stride = (machine.shared_bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const size_t bytes = machine.shared_stride * static_cast<size_t>(grid.cluster);
+  machine.shared.resize(bytes + kAlignment);
+  machine.first_shared =
       machine.shared.data() + kAlignment - reinterpret_cast<uintptr_t>(machine.shared.data()) % kAlignment;
-  std::vector<int64_t> order(static_cast<size_t>(grid.x * grid.y * grid.z));
+  const int64_t clusters = grid.x / grid.cluster;
+  std::vector<int64_t> order(static_cast<size_t>(clusters * grid.y * grid.z));
   std::iota(order.begin(), order.end(), int64_t{0});
   std::shuffle(order.begin(), order.end(), machine.random);
   const bool fails = failing == name;
@@ -340,16 +387,21 @@ int run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, 
     order.resize(order.size() / 2);
   }
   for (const int64_t index : order) {
-    machine.block[0] = static_cast<int>(index % grid.x);
-    machine.block[1] = static_cast<int>(index / grid.x % grid.y);
-    machine.block[2] = static_cast<int>(index / grid.x / grid.y);
-    std::memset(machine.shared_begin, 0xff, static_cast<size_t>(shared_bytes));
-    run_block();
+    machine.block[0] = static_cast<int>(index % clusters) * grid.cluster;
+    machine.block[1] = static_cast<int>(index / clusters % grid.y);
+    machine.block[2] = static_cast<int>(index / clusters / grid.y);
+    machine.rank = machine.current = 0;
+    std::memset(machine.first_shared, 0xff, bytes);
+    run_cluster();
+    if (machine.stopped) {
+      return 719;
+    }
   }
   if (watch.on) {
     std::ostringstream line;
-    line << name << ' ' << order.size() << ' ' << watch.reads.bytes << ' ' << 32 * watch.reads.sectors.size()
-         << ' ' << watch.writes.bytes << ' ' << 32 * watch.writes.sectors.size() << '\n';
+    line << name << ' ' << order.size() * static_cast<size_t>(grid.cluster) << ' ' << watch.reads.bytes << ' '
+         << 32 * watch.reads.sectors.size() << ' ' << watch.writes.bytes << ' '
+         << 32 * watch.writes.sectors.size() << '\n';
     watch.log += line.str();
   }
   return fails ? 719 : 0;
@@ -376,6 +428,19 @@ extern "C" __attribute__((visibility("default"))) void mlora_emulator_multiproce
 // The next launch of this name ends with an error after half of its programs.
 extern "C" __attribute__((visibility("default"))) void mlora_emulator_fail(const char* name) {
   mlora::cuda::failing = name;
+}
+
+// Leaves an operation out from now on, in threads [first, end) of a block: each call, or with `call` at least
+// 0 only that one of each thread. A launch in which that is noticed ends with an error. An empty name mends
+// all.
+extern "C" __attribute__((visibility("default"))) void mlora_emulator_break(const char* operation, int first,
+                                                                            int end, int call) {
+  mlora::cuda::broken = {operation, first, end, call, ""};
+}
+
+// What was noticed; empty: nothing.
+extern "C" __attribute__((visibility("default"))) const char* mlora_emulator_found() {
+  return mlora::cuda::broken.found.c_str();
 }
 
 // Whether launches are left out from now on, for measurements of the host's part.

@@ -19,6 +19,7 @@
 
 #define __global__
 #define __device__
+#define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
 
@@ -28,11 +29,14 @@ int thread_index();
 int block_x();
 int block_y();
 int block_z();
+int grid_x();
 int grid_y();
+int cluster_rank();  // of the block
 void synchronize();
 unsigned char* shared_memory();
 uint32_t shared_address(const void* shared);
 void copy_async(void* shared, const void* global, bool present);
+void copy_word_async(uint32_t to, const void* global, int bytes);
 void commit_copies();
 void wait_for_copies(int pending);
 uint32_t exchange(uint32_t value, int bit);
@@ -152,6 +156,7 @@ struct Grid {
   int64_t x = 1;
   int64_t y = 1;
   int64_t z = 1;
+  int cluster = 1;  // neighbours along x that run together
 };
 
 int most_shared_bytes(const Queue&);

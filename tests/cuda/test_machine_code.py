@@ -1,5 +1,7 @@
 """The compiled CUDA kernels spill nothing, and the 16-bit ones multiply with matrix instructions."""
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -30,7 +32,7 @@ def kernels(request: pytest.FixtureRequest) -> list[code_cuda.Kernel]:
 
 def test_no_kernel_spills(kernels: list[code_cuda.Kernel]) -> None:
     names = {kernel.name.split("<")[0] for kernel in kernels}
-    assert names == {*PRODUCTS, "plan", "dropout_mask", "probe"}
+    assert names == {*PRODUCTS, "plan", "parts", "dropout_mask", "probe", "product"}
     for kernel in kernels:
         assert (kernel.local_bytes, kernel.local_accesses) == (0, 0), kernel
 
@@ -55,3 +57,37 @@ def test_mixed_ranks_cost_what_equal_ones_do(kernels: list[code_cuda.Kernel]) ->
     shares = [float(line.split()[-1]) for line in budget_report.mixtures() if line.startswith("  ")]
     assert len(shares) == len(budget_report.MODES) * 3
     assert max(shares) <= 1.05
+
+
+@pytest.fixture(scope="module")
+def hopper_products(kernels: list[code_cuda.Kernel]) -> list[list[str]]:
+    """The instructions of each frozen product with the low-rank part inside."""
+    if kernels[0].architecture != "sm_90a":
+        pytest.skip("of sm_90a")
+    return product_code(LIBRARY)
+
+
+def product_code(library: Path) -> list[list[str]]:
+    """Of sm_90a."""
+    command = [str(code_cuda.cuobjdump()), "--gpu-architecture", "sm_90a", str(library)]
+    usage = subprocess.run([*command, "--dump-resource-usage"], capture_output=True, text=True, check=True)
+    names = re.findall(r"Function (\w*product_kernel\w*)", usage.stdout)
+    command += ["--dump-sass", "--function", ",".join(names)]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    functions = code.split("Function : ")[1:]
+    return [re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", function, re.MULTILINE) for function in functions]
+
+
+def test_frozen_products_run_by_themselves(hopper_products: list[list[str]]) -> None:
+    """Products of a stage are one group, which nothing waits for one by one (ptxas: C7515, C7519, C7520)."""
+    assert len(hopper_products) == 2 * 2 * 4, (
+        "dtypes, clusters; forward, and backward of three kinds of masks"
+    )
+    for code in hopper_products:
+        places = [i for i, text in enumerate(code) if "HGMMA.64x256x16" in text]
+        groups = [i for i in places if "gsb0" in code[i]]
+        assert len(places) == 4 * len(groups) > 0
+        assert sum("WARPGROUP.DEPBAR" in text for text in code[places[0] : groups[-1]]) <= len(groups)
+        assert not any("MEMBAR" in text for text in code[places[0] : groups[-1]]), "in the main loop"
+        assert any("UTMALDG" in text for text in code)
+        assert any("UTMASTG" in text for text in code)
