@@ -17,7 +17,7 @@ from typing import NamedTuple
 COPY = 4.3e12
 """Bytes a second of a copy. This and `FLOPS` were measured on an H200 before, not by this repository."""
 BANDWIDTH = 0.9 * COPY
-"""Bytes a second of a launch."""
+"""Bytes a second of a launch: assumed."""
 FLOPS = 790e12
 ISSUE = 0.7 * 132 * 4 * 1.755e9
 """Instructions of warps a second: seven tenths of what 132 multiprocessors can issue."""
@@ -27,7 +27,7 @@ ADDED = 0.0
 """Share of the time of its bytes that a frozen product takes longer if it adds to what is there: on an H100
 products of 8192 rows took as long either way (`bench/results/gpu-h100/launches.txt`)."""
 TWICE = 0.4
-"""Share of dy that comes from memory twice, as seen on an H100."""
+"""Share of dy that comes from memory twice: assumed."""
 EXTENSION = 64
 """The low-rank columns of an extended base come in multiples of this."""
 QUARTERS, UNIT, TILE_ROWS, SPLIT_TILES, WORD_COLUMNS = 4, 128, 64, 16, 32

@@ -19,7 +19,7 @@ struct GradientShape {
   static constexpr bool kWide = kLayers * kRanks * static_cast<int>(sizeof(T)) >= 256;
   // Tiles under way while one is computed. Unless wide, their stages were read two tiles ago, so copies start
   // without a barrier.
-  static constexpr int kAhead = kWide ? 1 : kRanks <= 32 && kLayers == 1 ? 3 : 2;
+  static constexpr int kAhead = kWide ? 1 : kRanks <= 32 && kLayers == 1 && sizeof(T) == 2 ? 3 : 2;
   static constexpr int kStages = kWide ? 2 : kAhead + 2;
   static constexpr int kWarpsM = kRanks >= 128 ? 4 : kRanks >= 32 ? 2 : 1;
   static constexpr int kWarpsN = kThreads / 32 / kWarpsM;
@@ -36,6 +36,7 @@ struct GradientShape {
   static constexpr int kFactorBytes = kDx ? SharedTile<T, kBlockColumns>::bytes(kRanks) : 0;
   static constexpr int kTurn = kTileBytes + kLayers * kFactorBytes + kStages * kStageBytes;
   static constexpr int kShared = kTurn + (kDx && sizeof(T) == 2 ? kTurnBytes : 0);
+  static_assert(kLayers > 1 || (sizeof(T) == 4 && kRanks == 32) || kShared <= 99 * 1024);
 };
 
 // Writes one number of a gradient, or adds it to what is there.

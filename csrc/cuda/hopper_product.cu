@@ -19,9 +19,12 @@ __global__ void __launch_bounds__(ProductShape::kThreads, 1)
 bool is_suited(const ProductArguments& arguments) {
   const bool alone = arguments.parts.starts == nullptr;
   return arguments.type != Scalar::kFloat && arguments.rows.aligned && arguments.weight.aligned &&
-         arguments.out.aligned && reinterpret_cast<uintptr_t>(arguments.bias) % 16 == 0 &&
-         (alone || (arguments.s.aligned && arguments.factor.rows.aligned)) && arguments.d_in > 0 &&
-         arguments.d_out > 0 && (arguments.cluster == 1 || arguments.cluster == 2) && arguments.group > 0;
+         arguments.rows_total <= INT32_MAX && arguments.out.aligned &&
+         reinterpret_cast<uintptr_t>(arguments.bias) % 16 == 0 &&
+         (alone ||
+          (arguments.s.aligned && arguments.factor.rows.aligned && arguments.factor.row_count > 0)) &&
+         arguments.d_in > 0 && arguments.d_out > 0 && (arguments.cluster == 1 || arguments.cluster == 2) &&
+         arguments.group > 0;
 }
 
 int make_maps(ProductMaps& maps, const ProductArguments& arguments) {

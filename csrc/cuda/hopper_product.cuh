@@ -91,6 +91,7 @@ struct RankPart {
   int end = 0;
   int first = 0;
   int ranks = 0;
+  uint32_t always = 0;  // keep bits that are set whatever is stored: of an adapter that drops nothing
 };
 
 template <typename T, bool kForward, Masks kMasks, int kCluster>
@@ -183,7 +184,10 @@ class ProductBlock {
     if (row_tile < row_tiles && index < count_of(row_tile)) {
       const Tile rows = read(tables.parts.parts + read(tables.parts.starts + row_tile) + index);
       const FactorPlace place = read(tables.places + rows.adapter);
-      part = {rows.row, rows.row + rows.rows, place.first, place.ranks};
+      part = {rows.row, rows.row + rows.rows, place.first, place.ranks, 0};
+      if (kMasks == Masks::kStored && dropout_threshold(read(tables.dropout.p + rows.adapter)) == 0) {
+        part.always = ~0u;
+      }
     }
     return part;
   }
@@ -431,6 +435,7 @@ class ProductBlock {
         uint32_t bits = ~0u;
         if constexpr (kMasks != Masks::kNone) {
           bits = load_shared(turn_bytes() + 32 * (lane / 4 + 8 * half) + 4 * block) >> (lane % 4);
+          bits |= part.always;
         }
         bits = own ? bits : 0;
 #pragma unroll

@@ -44,8 +44,8 @@ struct ProductArguments {
 };
 
 // Returns a CUDA error code: cudaErrorNotSupported (801), and nothing is launched, where the device is not
-// sm_90, the build has no code for sm_90a, rows are fp32, or a matrix or bias does not begin, with each of
-// its rows, at a multiple of 16 bytes.
+// sm_90, the build has no code for sm_90a, rows are fp32, the page of factors is empty, or a matrix or bias
+// does not begin, with each of its rows, at a multiple of 16 bytes.
 int launch_product(const ProductArguments& arguments, const Queue& queue);
 
 }  // namespace mlora::cuda

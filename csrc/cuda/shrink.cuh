@@ -19,7 +19,7 @@ template <typename T, int kRanks>
 struct ShrinkShape {
   static constexpr int kColumns = (kRanks > 64 ? 128 : 256) / static_cast<int>(sizeof(T));
   // one program has a multiprocessor to itself where tiles are as many: so much must be under way
-  static constexpr int kStages = kRanks <= 32 ? 4 : 3;
+  static constexpr int kStages = kRanks <= 16 ? 4 : 3;
   static constexpr int kWarpsK = 2;
   static constexpr int kDepth = 32;
   static constexpr int kWarpsN = kRanks >= 64 ? 2 : 1;
@@ -198,7 +198,7 @@ __device__ inline void shrink_program(const ShrinkArguments& arguments, const Ti
           value[k] += load_shared_sum(partial(i, k) + place);
         }
       }
-      write_result(place, scale * (value[0] + value[1]));
+      write_result(place, rank < panel.ranks ? scale * (value[0] + value[1]) : 0.0f);
     });
   }
 }

@@ -181,6 +181,11 @@ class _Held(_SingleLevelFunction):
             return None, None, None
         if updates.count != ctx.since:
             updates.refuse(held.names, ctx.since)
+        if not torch._C._will_engine_execute_node(ctx.next_functions[1][0]):  # the anchor's
+            raise RuntimeError(
+                "adapters keep their gradients, and this backward pass is of some inputs only; call "
+                "Tensor.backward without inputs=, and torch.autograd.grad before the gradients are held"
+            )
         x, *rest = ctx.saved_tensors
         weights, saved = rest[: len(frozen)], tuple(rest[len(frozen) :])
         held.mark(dys)

@@ -121,7 +121,10 @@ class Case:
         """Keep bits `[T, d / 32, rounded up]`: bit i for column 2i, bit 16 + i for column 2i + 1."""
         bits = torch.nn.functional.pad(self.kept(), (0, -self.columns % 32)).reshape(self.T, -1, 16, 2).long()
         words = (bits << torch.stack([torch.arange(16), torch.arange(16) + 16], 1)).sum((2, 3))
-        return torch.where(words < 2**31, words, words - 2**32).int()
+        words = torch.where(words < 2**31, words, words - 2**32).int()
+        # `shrink` stores nothing where nothing is dropped
+        silent = (self.owner < 0) | (self.drop_p[self.owner.clamp(min=0)] == 0)
+        return torch.where(silent[:, None], torch.randint_like(words, 2**31 - 1), words)
 
     def page(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The factors, each padded to a multiple of 16 ranks, and where they are."""
