@@ -37,8 +37,8 @@ WHEELS = (
 """What mlora imports beside what a machine with torch, Transformers and PEFT usually has."""
 CALLS = {
     "call-1.sh": "libraries,odd shapes,products,launches",
-    "call-2.sh": "libraries,suite,captured step,tests of the suite,pipeline",
-    "call-3.sh": "libraries,tests,kinds of adapters,runs,16-bit runs,memory limit,memcheck,racecheck",
+    "call-2.sh": "libraries,suite,captured step,tests of the suite",
+    "call-3.sh": "libraries,tests,kinds of adapters,runs,16-bit runs,memory limit,pipeline,memcheck,racecheck",
 }
 CALL = """#!/bin/sh
 # {phases}: {name} OUT_FOLDER, in the checkout
