@@ -183,10 +183,11 @@ class Call:
         seconds = min(phase.seconds, int(self.options.limit - (time.monotonic() - self.begin)))
         prefix = [sys.executable]
         if phase.name in ("memcheck", "racecheck") and not self.options.dry:
-            if shutil.which("compute-sanitizer") is None:
+            sanitizer = shutil.which("compute-sanitizer", path=self.environment(phase)["PATH"])
+            if sanitizer is None:
                 self.note(phase.name, "NOT RUN", 0, "compute-sanitizer is not on PATH")
                 return
-            prefix = ["compute-sanitizer", "--tool", phase.name, "--error-exitcode", "1", *prefix]
+            prefix = [sanitizer, "--tool", phase.name, "--error-exitcode", "1", *prefix]
         if seconds < 5:
             self.note(phase.name, "NOT RUN", 0, "no time left")
             return
@@ -219,7 +220,10 @@ class Call:
     def environment(self, phase: Phase) -> dict[str, str]:
         """What a phase's process gets; the wheels' packages come last."""
         path = os.pathsep.join(map(str, (ROOT, ROOT / "python", self.options.kit / "site")))
-        return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **phase.environment}
+        # where CUDA's tools lie when nobody has put them on PATH
+        tools = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
+        own = {"PATH": tools, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        return {**os.environ, **own, **phase.environment}
 
 
 def ended(command: Sequence[str], seconds: int, log: TextIO, environment: dict[str, str]) -> int | None:
@@ -288,9 +292,6 @@ def arguments(given: Sequence[str] | None) -> tuple[argparse.Namespace, list[Pha
 def main(given: Sequence[str] | None = None) -> int:
     """Goes through the phases; returns the exit code."""
     options, chosen = arguments(given)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    tools = "/usr/local/cuda/bin"  # where CUDA's lie when nobody has put them on PATH
-    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), tools])
     found = about(options.dry, options.commit)
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -304,4 +305,5 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the phase under way is ended, too
     raise SystemExit(main())

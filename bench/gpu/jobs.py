@@ -62,6 +62,7 @@ class Jobs:
                 result: dict[str, Any] = json.loads(line.removeprefix(MARK))
                 if "failed" in result:
                     self.stop()
+                    result["failed"] += "".join(f" {text}" for text in said[-8:] if text)
                 return result
             said.append(line.strip()[-300:])
 

@@ -7,7 +7,7 @@
 A variant is the package of a commit, or of this tree with more definitions for nvcc, in
 `variants/NAME/mlora_ext`. `base` is this tree as it is. `products.so` holds the product of
 csrc/cuda/hopper_product.cu, if there is one, and a kernel that reads memory; `products.watched.so` the same
-with -DWATCHED. `wheels` are packages that mlora imports. `call-1.sh` to `call-3.sh` are the commands, in the
+with -DWATCHED, if csrc/cuda/hopper* know that. `wheels` are packages that mlora imports. `call-1.sh` to `call-3.sh` are the commands, in the
 order of what they decide.
 
 On the machine with the GPU, `--install` copies base's libraries into the checkout and unpacks the wheels.
@@ -38,7 +38,8 @@ WHEELS = (
 CALLS = {
     "call-1.sh": "libraries,odd shapes,products,launches",
     "call-2.sh": "libraries,suite,captured step,tests of the suite",
-    "call-3.sh": "libraries,tests,kinds of adapters,runs,16-bit runs,memory limit,pipeline,memcheck,racecheck",
+    "call-3.sh": "libraries,tests,kinds of adapters,runs,16-bit runs,memory limit,pipeline,"
+    "memcheck,racecheck",
 }
 CALL = """#!/bin/sh
 # {phases}: {name} OUT_FOLDER, in the checkout
@@ -60,11 +61,12 @@ def output(command: Sequence[object]) -> str:
 
 
 def product_commands(kit: Path) -> list[list[object]]:
-    """The commands that compile the products: as they are, and with watched waits."""
+    """The commands that compile the products: as they are, and so that a wait without end says where it is."""
     product = ROOT / "csrc/cuda/hopper_product.cu"
     sources = [ROOT / "bench/gpu/products.cu", *([product] if product.exists() else [])]
     common = [*NVCC, "-Xcompiler", "-fPIC", "-I", ROOT / "csrc", *sources, "-o"]
-    watched = [[*common, kit / "products.watched.so", "-DWATCHED"]] if product.exists() else []
+    watches = any("WATCHED" in path.read_text() for path in product.parent.glob("hopper*"))
+    watched = [[*common, kit / "products.watched.so", "-DWATCHED"]] if watches else []
     return [[*common, kit / "products.so"], *watched]
 
 
@@ -81,6 +83,7 @@ def build_variant(name: str, source: str, kit: Path, python: str) -> None:
         "MLORA_WITH_CUDA": "ON",
         "MLORA_CUDA_ARCHITECTURES": "90a",
         "Python_EXECUTABLE": python,
+        "CMAKE_SKIP_RPATH": "ON",
         "CMAKE_SHARED_LINKER_FLAGS": "-Wl,-s",
         "CMAKE_CUDA_FLAGS": flags,
     }
