@@ -7,8 +7,8 @@
 A variant is the package of a commit, or of this tree with more definitions for nvcc, in
 `variants/NAME/mlora_ext`. `base` is this tree as it is. `products.so` holds the product of
 csrc/cuda/hopper_product.cu, if there is one, and a kernel that reads memory; `products.watched.so` the same
-with -DWATCHED, if csrc/cuda/hopper* know that. `wheels` are packages that mlora imports. `call-1.sh` to `call-3.sh` are the commands, in the
-order of what they decide.
+with -DWATCHED, if the sources know that. `wheels` are packages that mlora imports. `call-1.sh` to `call-3.sh`
+are the commands, in the order of what they decide.
 
 On the machine with the GPU, `--install` copies base's libraries into the checkout and unpacks the wheels.
 """
@@ -61,7 +61,7 @@ def output(command: Sequence[object]) -> str:
 
 
 def product_commands(kit: Path) -> list[list[object]]:
-    """The commands that compile the products: as they are, and so that a wait without end says where it is."""
+    """The commands that compile the products: as they are, and so that endless waits say where they are."""
     product = ROOT / "csrc/cuda/hopper_product.cu"
     sources = [ROOT / "bench/gpu/products.cu", *([product] if product.exists() else [])]
     common = [*NVCC, "-Xcompiler", "-fPIC", "-I", ROOT / "csrc", *sources, "-o"]
