@@ -6,6 +6,7 @@
 # make gptq:       tests that need gptqmodel, in an environment of their own beside .venv
 # make docs:       the documentation's site in build/site, in an environment of its own
 # make wheels:     the source archive and a wheel for this Python in dist/; WHEELS="--python python3.12" for others
+# make gpu-kit:    all that a machine with a GPU and no network needs, in .gpu; KIT="--python python3.12" for its Python
 # make soak:       long randomised runs; the log is kept in docs/soak.md
 PYTHON ?= python3
 BIN := .venv/bin
@@ -15,7 +16,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinit
 PARALLEL := -n $(WORKERS) --dist worksteal
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test suite peers gptq docs check style types format nightly soak bench wheels clean
+.PHONY: env quickstart test suite peers gptq docs check style types format nightly soak bench wheels gpu-kit clean
 
 env: $(STAMP)
 
@@ -102,6 +103,9 @@ bench: $(STAMP)
 wheels:
 	$(PYTHON) .ci/build_wheels.py $(WHEELS)
 
+gpu-kit: $(STAMP)
+	$(BIN)/python bench/gpu_kit.py $(KIT)
+
 clean:
-	rm -rf build .venv .venv-peers .venv-gptq .venv-docs
+	rm -rf build .gpu .venv .venv-peers .venv-gptq .venv-docs
 	find mlora_ext -name '*.so' -delete

@@ -100,7 +100,7 @@ def main() -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
         chosen.out.mkdir(parents=True, exist_ok=True)
         with profile(activities=activities) as profiler:
-            losses = [] if world.rank else lead(StageGroup(process, part, blocks), part_options, rows)
+            losses = [] if world.rank else lead(base, StageGroup(process, part, blocks), part_options, rows)
             if world.rank:
                 process.serve()
         profiler.export_chrome_trace(str(chosen.out / f"stage-{world.rank}.json"))
@@ -109,9 +109,9 @@ def main() -> None:
             finish(base, part_options, rows, losses, stages, chosen.out / "pipeline.json")
 
 
-def lead(stage_group: StageGroup, options: StageOptions, rows: int) -> list[float]:
+def lead(base: str, stage_group: StageGroup, options: StageOptions, rows: int) -> list[float]:
     """Losses over two stages."""
-    engine = with_adapters(Engine("", device=options.device, dtype=options.dtype, stage_group=stage_group))
+    engine = with_adapters(Engine(base, device=options.device, dtype=options.dtype, stage_group=stage_group))
     losses = train(engine, rows, range(WARM_UP + ROUNDS))
     engine.close()
     return losses

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mlora_ext as mx
-from mlora_ext.backends.selection import Backend
+from mlora_ext.backends.selection import Backend, backend_for
 from mlora_ext.frozen import base_gemm as gemm
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.weight import FrozenWeight
-from mlora_ext.ops.functional import lora_linear_held, lora_linear_rows
+from mlora_ext.ops.autograd import LayerOperands
+from mlora_ext.ops.functional import lora_linear_fused, lora_linear_held, lora_linear_rows
 from mlora_ext.ops.held import Updates, hold
 
 Run = Callable[[], list[Tensor]]
@@ -222,6 +223,56 @@ def ours_held(layer: Layer) -> Contender:
         return found[0]
 
     return _KeptGradients(layer.dy, compute, [layer.x, *layer.interleaved()])
+
+
+def sharing(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers with the first one's x, as q, k and v have it."""
+    return [replace(layer, x=layers[0].x) for layer in layers]
+
+
+def frozen_fused(layers: Sequence[Layer]) -> Run:
+    """The products of layers that share x; each dX after the first is added to it, which takes no longer."""
+    first, *others = layers
+
+    def run() -> list[Tensor]:
+        with torch.no_grad():
+            ys = [F.linear(first.x, layer.weight) for layer in layers]
+            dx = first.dy @ first.weight
+            for layer in others:
+                dx.addmm_(layer.dy, layer.weight)
+        return [*ys, dx]
+
+    return run
+
+
+def ours_fused(layers: Sequence[Layer], backend: Backend | None = None) -> Run:
+    """Layers that share x, in one call where the backend has such a call (`cuda`), else one after the other.
+
+    Returns, when called, `[y_0, y_1, ..., dx]` and then dA and dB of each adapter, layer after layer.
+    """
+    x, (table, scaling, *drop) = layers[0].x, _plan(layers[0])
+    frozen = [PlainWeight.of(layer.weight) for layer in layers]
+    drop = drop[:2]  # each layer draws masks of its own
+    numbers = torch.arange(len(layers), device=x.device) if layers[0].p else None
+    operands = [LayerOperands(w, None, a.lora_a, a.lora_b) for w, a in zip(frozen, layers, strict=True)]
+    wanted = [x, *(tensor for layer in layers for tensor in layer.interleaved())]
+    dys = [layer.dy for layer in layers]
+
+    def compute() -> list[Tensor]:
+        if backend_for(x.device, x.dtype) == "cuda" and len(layers) > 1:
+            return lora_linear_fused(x, operands, table, scaling, *drop, numbers)
+        each = [None] * len(layers) if numbers is None else numbers.unbind()
+        return [
+            lora_linear_rows(x, o.frozen, None, o.lora_a, o.lora_b, table, scaling, *drop, number)
+            for o, number in zip(operands, each, strict=True)
+        ]
+
+    def run() -> list[Tensor]:
+        with nullcontext() if backend is None else mx.use_backend(backend):
+            ys = compute()
+            return [*ys, *torch.autograd.grad(ys, wanted, dys)]
+
+    return run
 
 
 def _plan(layer: Layer) -> tuple[Tensor | None, ...]:

@@ -4,9 +4,10 @@
     python bench/suite.py linears --models llama-2-7b --check --out results
     python bench/suite.py --quick                      # tiny sizes: tries the suite, shows nothing
 
-Sections: `operators` forward and backward apart; `linears` every linear layer of the models; `decoder` one
-Llama decoder layer; `step` a training step of a small Llama; `adapters` 1 to 64 of them on the same rows;
-`ablation` with and without in-place scatter.
+Sections: `operators` forward and backward apart; `linears` every linear layer of the models; `fused` the
+seven of a decoder layer, q, k, v and gate, up in one call each; `decoder` one Llama decoder layer; `step` a
+training step of a small Llama; `adapters` 1 to 64 of them on the same rows; `ablation` with and without
+in-place scatter.
 
 All contenders of a row take turns in one process. Before anything is timed, each is compared with the
 operator in fp64 on a small layer; with `--check` at every shape that is timed too. What was wrong is not
@@ -26,7 +27,7 @@ import torch
 from shared import machine
 from shared.results import write_json
 
-from microbench import decoder, layers, plots, report, step
+from microbench import decoder, fused, layers, plots, report, step
 from microbench.entries import entries, small_checks
 from microbench.options import complete, parser
 from microbench.settings import Deadline, Findings, Section, Settings, failures, first_line
@@ -34,6 +35,7 @@ from microbench.settings import Deadline, Findings, Section, Settings, failures,
 SECTIONS: dict[str, Section] = {
     "operators": layers.operators,
     "linears": layers.linears,
+    "fused": fused.fused,
     "adapters": layers.adapters,
     "ablation": layers.ablation,
     "decoder": decoder.decoder,

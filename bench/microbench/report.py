@@ -68,7 +68,7 @@ def lines(row: Mapping[str, Any]) -> list[str]:
 
 
 def whole_layers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The seven linears of a decoder layer together, where every shape of a model was measured.
+    """The seven linears of a decoder layer together: of `linears` where every shape was measured, of `fused`.
 
     Returns:
         For each model, batch, layout and dtype: seconds and the ratio to the frozen layers of every contender
@@ -76,14 +76,15 @@ def whole_layers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        if row["section"] == "linears":
-            key = tuple(row[name] for name in ("model", "rows", "adapters", "layout", "dtype"))
+        if row["section"] in ("linears", "fused"):
+            key = tuple(row[name] for name in ("section", "model", "rows", "adapters", "layout", "dtype"))
             groups.setdefault(key, []).append(row)
     found = []
-    for (model, total, adapters, layout, dtype), parts in groups.items():
+    for (section, model, total, adapters, layout, dtype), parts in groups.items():
         by_part = [part["contenders"] for part in parts]
         common = [name for name in by_part[0] if all(name in each for each in by_part)]
-        if len(parts) < len(MODELS[model].linears) or FROZEN not in common:
+        shapes = 1 if section == "fused" else len(MODELS[model].linears)
+        if len(parts) < shapes or FROZEN not in common:
             continue
         seconds = {
             name: sum(part["count"] * part["contenders"][name]["seconds"] for part in parts)
@@ -92,7 +93,7 @@ def whole_layers(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         least = sum(part["count"] * part["limit"]["low_rank_seconds"] for part in parts)
         found.append(
             {
-                "model": model,
+                "model": model + (", fused" if section == "fused" else ""),
                 "rows": total,
                 "adapters": adapters,
                 "layout": layout,

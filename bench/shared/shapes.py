@@ -64,7 +64,13 @@ class ModelShape:
     @property
     def linears(self) -> list[Linear]:
         """The seven linear layers of a decoder layer, those of equal shape together."""
-        seven = {
+        shapes = dict.fromkeys(self.seven.values())
+        return [Linear(tuple(name for name, at in self.seven.items() if at == s), *s) for s in shapes]
+
+    @property
+    def seven(self) -> dict[str, tuple[int, int]]:
+        """D and O of each linear layer of a decoder layer."""
+        return {
             "q_proj": (self.hidden, self.hidden),
             "k_proj": (self.hidden, self.kv_width),
             "v_proj": (self.hidden, self.kv_width),
@@ -73,8 +79,6 @@ class ModelShape:
             "up_proj": (self.hidden, self.intermediate),
             "down_proj": (self.intermediate, self.hidden),
         }
-        shapes = dict.fromkeys(seven.values())
-        return [Linear(tuple(name for name, at in seven.items() if at == s), *s) for s in shapes]
 
 
 MODELS = {
@@ -87,3 +91,5 @@ MODELS = {
 }
 """By the name that `--models` takes; `quick` is no real model."""
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SHARE_X = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""The linear layers of a decoder layer, those with the same input together."""

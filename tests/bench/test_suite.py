@@ -57,6 +57,22 @@ def test_layer_sections(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "seven linears of quick" in capsys.readouterr().out
 
 
+def test_layers_that_share_x(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert suite("fused", "--check", "--out", tmp_path) == 0
+    data = results(tmp_path)
+    assert [layer["model"] for layer in data["layers"]] == ["quick, fused"] * 2
+    for row, layer in zip(data["rows"], data["layers"], strict=True):
+        assert set(row["contenders"]) == {
+            "frozen",
+            f"{OURS}, layer by layer",
+            f"{OURS}, fused",
+            f"{OURS}, fused, p=0",
+        }
+        ratio = row["contenders"][f"{OURS}, fused"]["ratio_to_frozen"]
+        assert layer["ratio_to_frozen"][f"{OURS}, fused"] == pytest.approx(ratio)
+    assert "seven linears of quick, fused" in capsys.readouterr().out
+
+
 def test_ablation_measures_the_temporaries(tmp_path: Path) -> None:
     assert suite("ablation", "--rows", 4096, "--adapters", 2, "--out", tmp_path) == 0
     for row in results(tmp_path)["rows"]:
