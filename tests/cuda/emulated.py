@@ -88,6 +88,7 @@ class Launch(NamedTuple):
         read_once: bytes of the sectors that were read.
         written: bytes that the programs wrote.
         written_once: bytes of the sectors that were written.
+        busiest: matrix instructions (mma) of each program's busiest warp.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Launch(NamedTuple):
     read_once: int
     written: int
     written_once: int
+    busiest: int
 
 
 @contextmanager

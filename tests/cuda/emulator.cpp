@@ -67,6 +67,8 @@ struct Watch {
   bool on = false;
   Accesses reads;
   Accesses writes;
+  int64_t products[kMostThreads / kLanes] = {};  // of each warp of the blocks that run
+  int64_t busiest = 0;                           // those of each block's busiest warp
   std::string log;
 };
 
@@ -285,6 +287,12 @@ void count_write(const void* place, int bytes) {
   }
 }
 
+void count_product() {
+  if (machine.current % kLanes == 0) {
+    ++watch.products[machine.current / kLanes];
+  }
+}
+
 void commit_copies() { ++machine.fibers[machine.current].copy_group; }
 
 void wait_for_copies(int pending) {
@@ -360,6 +368,7 @@ int run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, 
   }
   const std::lock_guard lock(mutex);
   watch.reads = watch.writes = {};
+  watch.busiest = 0;
   if (machine.stacks == nullptr) {
     machine.stacks =
         static_cast<unsigned char*>(mmap(nullptr, kMostThreads * kStackBytes, PROT_READ | PROT_WRITE,
@@ -392,7 +401,9 @@ int run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, 
     machine.block[2] = static_cast<int>(index / clusters / grid.y);
     machine.rank = machine.current = 0;
     std::memset(machine.first_shared, 0xff, bytes);
+    std::fill(std::begin(watch.products), std::end(watch.products), 0);
     run_cluster();
+    watch.busiest += *std::max_element(std::begin(watch.products), std::end(watch.products));
     if (machine.stopped) {
       return 719;
     }
@@ -401,7 +412,7 @@ int run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, 
     std::ostringstream line;
     line << name << ' ' << order.size() * static_cast<size_t>(grid.cluster) << ' ' << watch.reads.bytes << ' '
          << 32 * watch.reads.sectors.size() << ' ' << watch.writes.bytes << ' '
-         << 32 * watch.writes.sectors.size() << '\n';
+         << 32 * watch.writes.sectors.size() << ' ' << watch.busiest << '\n';
     watch.log += line.str();
   }
   return fails ? 719 : 0;
@@ -448,8 +459,8 @@ extern "C" __attribute__((visibility("default"))) void mlora_emulator_skip(bool 
   mlora::cuda::launches_do_nothing = skip;
 }
 
-// A line of each launch: name, programs, bytes read, bytes of the sectors read, and the same of what was
-// written.
+// A line of each launch: name, programs, bytes read, bytes of the sectors read, the same of what was
+// written, and matrix instructions of each program's busiest warp.
 extern "C" __attribute__((visibility("default"))) const char* mlora_emulator_log() {
   return mlora::cuda::watch.log.c_str();
 }

@@ -49,6 +49,8 @@ inline int take_ticket(int* ticket) { return (*ticket)++; }
 // Counts an access to global memory.
 void count_read(const void* place, int bytes);
 void count_write(const void* place, int bytes);
+// Counts a matrix instruction of the warp.
+void count_product();
 template <typename T>
 T read(const T* place) {
   count_read(place, sizeof(T));
@@ -148,6 +150,7 @@ void multiply_work(void* const* operands) {
 
 template <typename T>
 void multiply(T, float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  count_product();
   ProductLanes lanes{sum, a, {b0, b1}};
   meet(multiply_work<T>, &lanes);
 }

@@ -1,6 +1,7 @@
 """The CUDA kernels, on a CPU emulator or a GPU, beyond what tests/ext asks of every backend."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -321,8 +322,32 @@ def test_launches_do_not_grow_with_adapters() -> None:
 
 
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
+def test_a_wide_adapter_makes_no_work_for_narrow_ones() -> None:
+    """Programs of bf16 take the width of their own rank: their busiest warp does what it does alone."""
+
+    def work(ranks: list[int]) -> dict[str, int]:
+        lengths = [128] * len(ranks)
+        case = make(ranks, lengths, list(range(len(ranks))), d_in=640, d_out=640, dtype=torch.bfloat16, p=0.1)
+        with emulated.watched() as launches:
+            case.run()
+        return {launch.name: launch.busiest for launch in launches if launch.name != "plan"}
+
+    alone = [work([rank]) for rank in (16, 32, 64, 128)]
+    expected = sum(map(Counter, alone), start=Counter())
+    assert min(expected.values()) > 0
+    assert work([16, 32, 64, 128]) == expected
+
+
+@pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 @pytest.mark.parametrize(
-    ("dtype", "rank"), [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 64)]
+    ("dtype", "rank"),
+    [
+        (torch.bfloat16, 16),
+        (torch.bfloat16, 64),
+        (torch.bfloat16, 128),
+        (torch.float32, 8),
+        (torch.float32, 64),
+    ],
 )
 def test_devices_with_less_shared_memory(backend: str, dtype: torch.dtype, rank: int) -> None:
     """Of 99 KiB, as on sm_86, sm_89 and sm_120: fewer layers at once."""
