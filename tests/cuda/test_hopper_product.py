@@ -123,7 +123,7 @@ class Case:
         words = (bits << torch.stack([torch.arange(16), torch.arange(16) + 16], 1)).sum((2, 3))
         words = torch.where(words < 2**31, words, words - 2**32).int()
         # `shrink` stores nothing where nothing is dropped
-        silent = (self.owner < 0) | (self.drop_p[self.owner.clamp(min=0)] == 0)
+        silent = torch.cat([self.drop_p == 0, torch.tensor([True])])[self.owner]
         return torch.where(silent[:, None], torch.randint_like(words, 2**31 - 1), words)
 
     def page(self) -> tuple[torch.Tensor, torch.Tensor]:
