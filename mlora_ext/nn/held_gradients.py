@@ -50,10 +50,6 @@ class HeldGradients:
             self._take(adapter, adapter_parameters(model, adapter))
         self._stepping: weakref.WeakKeyDictionary[Optimizer, set[str]] = weakref.WeakKeyDictionary()
         self._hooks = _optimizer_hooks(self)
-        self._moves_before = -1
-
-    def watch(self) -> None:
-        """From now on an optimizer refuses to step after adapters came, went or moved."""
         self._moves_before = self._moves()
 
     def zero(self, adapters: Iterable[str] | None = None) -> None:
@@ -188,10 +184,8 @@ def hold_gradients(model: nn.Module) -> HeldGradients:
     router = router_of(model)
     if router.held_gradients is not None:
         router.held_gradients.release()
-    router.held_gradients = HeldGradients(model)
-    router.accumulates = True
     router.moved()
-    router.held_gradients.watch()
+    router.held_gradients, router.accumulates = HeldGradients(model), True
     return router.held_gradients
 
 
