@@ -90,13 +90,14 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
   library.def("use_cpu_isa(str name) -> ()");
   library.def("cuda_plan(Tensor segments, int rows, int adapters, int tiles, int splits) -> Tensor");
   library.def("cuda_driver_refusal() -> str");
+  library.def("cuda_has_own_products(Tensor tensor) -> bool");
   library.def("cuda_capture(Tensor tensor) -> int");
   library.def(
       "cuda_forward(Tensor x, Tensor[] weights, Tensor[] biases, Tensor(a!)[] products, Tensor a, "
       "Tensor a_table, Tensor b, Tensor b_table, bool a_aligned, bool b_aligned, int max_rank, Tensor "
       "plan, int tiles, "
       "int splits, "
-      "Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layers, bool save_masks) "
+      "Tensor scaling, Tensor? dropout_p, Tensor? dropout_rng, Tensor? layers, bool save_masks, int group) "
       "-> (Tensor[] y, Tensor s, Tensor? keep)");
   library.def(
       "cuda_backward(Tensor[] dys, Tensor x, Tensor[] weights, Tensor(a!)? product, Tensor a, Tensor "
@@ -106,7 +107,7 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
       "Tensor? keep, "
       "Tensor plan, int tiles, int splits, int slots, Tensor scaling, Tensor? dropout_p, Tensor? "
       "dropout_rng, "
-      "Tensor? layers, bool need_dx, bool add) -> Tensor");
+      "Tensor? layers, bool need_dx, bool add, int group) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {

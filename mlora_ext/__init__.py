@@ -1,6 +1,6 @@
 """Train many LoRA adapters over one frozen base model in one batch."""
 
-from .backends.selection import save_dropout_masks, use_backend
+from .backends.selection import save_dropout_masks, use_backend, use_gpu_base_gemm
 from .nn import (
     HeldGradients,
     MultiLoRALinear,
@@ -49,4 +49,5 @@ __all__ = [
     "save_dropout_masks",
     "set_frozen_weights",
     "use_backend",
+    "use_gpu_base_gemm",
 ]

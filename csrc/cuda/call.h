@@ -26,10 +26,11 @@ struct Call {
   int64_t columns;  // D
   int64_t layers;
   int64_t adapters;
-  int64_t ranks;
+  int64_t ranks;  // R; in 16 bits padded, so that rows of s begin at multiples of 16 bytes
   FactorTable a;
   FactorTable b;
   PlanView plan;
+  PartView parts;  // without starts where the plan has none
   const float* scaling;
   DropoutTables dropout;
 
@@ -43,7 +44,8 @@ struct Call {
         columns(x.dim() == 2 ? x.size(1) : -1),
         layers(static_cast<int64_t>(layer_count)),
         adapters(scale.numel()),
-        ranks(max_rank) {
+        ranks(type == Scalar::kFloat ? max_rank : 8 * int64_t{ceil_div(max_rank, 8)}),
+        parts() {
     MLORA_CHECK(is_scalar(dtype), "x: expected dtype Float, BFloat16 or Half, got ", dtype_name(dtype));
     check_rows(x, "x", rows, columns, dtype);
     MLORA_CHECK(layers >= 1 && layers <= kMostLayers, "weights, products or dys: expected 1 to ", kMostLayers,
@@ -54,12 +56,18 @@ struct Call {
     a = factor_of(a_first, a_table, "a_table", a_aligned);
     b = factor_of(b_first, b_table, "b_table", b_aligned);
     check_table(made, "plan", 4, ScalarType::Int);
-    MLORA_CHECK(tiles >= 0 && splits >= 0 && made.size(0) == tiles + splits + adapters, "plan: expected ",
-                tiles, " + ", splits, " + ", adapters, " rows, got ", made.size(0));
+    const int64_t parts_there = made.size(0) - tiles - splits - adapters - start_rows(rows);
+    MLORA_CHECK(
+        tiles >= 0 && splits >= 0 && (parts_there == -start_rows(rows) || parts_there >= most_parts(rows, 0)),
+        "plan: expected ", tiles, " + ", splits, " + ", adapters, " rows, got ", made.size(0));
     const Tile* first = static_cast<const Tile*>(made.const_data_ptr());
     const Split* first_split = reinterpret_cast<const Split*>(first + tiles);
     plan = {first, static_cast<int32_t>(tiles), first_split, static_cast<int32_t>(splits),
             reinterpret_cast<const Group*>(first_split + splits)};
+    if (parts_there >= 0) {
+      const Tile* first_part = first + tiles + splits + adapters;
+      parts = {reinterpret_cast<const int32_t*>(first_part + parts_there), first_part};
+    }
     set_dropout(inputs);
   }
 

@@ -21,11 +21,11 @@ using TensorMap = CUtensorMap;
 // What this build or this device cannot run: cudaErrorNotSupported.
 constexpr int kNotSupported = cudaErrorNotSupported;
 
-// Boxes [box_rows, box_columns] of a matrix [rows, columns] of 16-bit numbers, whose rows begin `stride`
+// Boxes [box_rows, box_columns] of a matrix [rows, columns] of bf16 or fp16, whose rows begin `stride`
 // numbers apart. Copies read zeros beyond the matrix, and write nothing there. The driver's library is not
 // linked, so that machines without a driver can load this one.
-inline int make_map(TensorMap& map, const void* data, int64_t rows, int64_t columns, int64_t stride,
-                    int box_rows, int box_columns) {
+inline int make_map(TensorMap& map, Scalar type, const void* data, int64_t rows, int64_t columns,
+                    int64_t stride, int box_rows, int box_columns) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* entry = nullptr;
@@ -44,7 +44,9 @@ inline int make_map(TensorMap& map, const void* data, int64_t rows, int64_t colu
   const cuuint64_t strides[] = {static_cast<cuuint64_t>(stride) * 2};
   const cuuint32_t box[] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[] = {1, 1};
-  return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
+  const CUtensorMapDataType numbers =
+      type == Scalar::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return encode(&map, numbers, 2, const_cast<void*>(data), sizes, strides, box, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE,
                 box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -143,6 +145,14 @@ MLORA_DEVICE void show_to_copies() { asm volatile("fence.proxy.async.shared::cta
 MLORA_DEVICE void store_box(const TensorMap* map, int column, int row, uint32_t from) {
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3]; "
+      "cp.async.bulk.commit_group;" ::"l"(map),
+      "r"(column), "r"(row), "r"(from)
+      : "memory");
+}
+// As store_box; the numbers are added to those that are there, and rounded once more.
+MLORA_DEVICE void add_box(const TensorMap* map, int column, int row, uint32_t from) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3]; "
       "cp.async.bulk.commit_group;" ::"l"(map),
       "r"(column), "r"(row), "r"(from)
       : "memory");

@@ -21,8 +21,7 @@ bool is_suited(const ProductArguments& arguments) {
   return arguments.type != Scalar::kFloat && arguments.rows.aligned && arguments.weight.aligned &&
          arguments.rows_total <= INT32_MAX && arguments.out.aligned &&
          reinterpret_cast<uintptr_t>(arguments.bias) % 16 == 0 &&
-         (alone ||
-          (arguments.s.aligned && arguments.factor.rows.aligned && arguments.factor.row_count > 0)) &&
+         (alone || (arguments.s.aligned && arguments.factor.rows.aligned && arguments.factor.adapters > 0)) &&
          arguments.d_in > 0 && arguments.d_out > 0 && (arguments.cluster == 1 || arguments.cluster == 2) &&
          arguments.group > 0;
 }
@@ -31,23 +30,24 @@ int make_maps(ProductMaps& maps, const ProductArguments& arguments) {
   using Shape = ProductShape;
   const int columns = arguments.forward ? arguments.d_out : arguments.d_in;
   const int depth = arguments.forward ? arguments.d_in : arguments.d_out;
-  const auto make = [](TensorMap& map, const Rows& matrix, int64_t rows, int64_t width, int box_rows,
-                       int box_columns) {
-    return make_map(map, matrix.data, rows, width, matrix.stride, box_rows, box_columns);
+  const auto make = [&](TensorMap& map, const Rows& matrix, int64_t rows, int64_t width, int box_rows,
+                        int box_columns) {
+    return make_map(map, arguments.type, matrix.data, rows, width, matrix.stride, box_rows, box_columns);
   };
   const OutRows& out = arguments.out;
+  const FactorPage& page = arguments.factor;
   int error = make(maps.rows, arguments.rows, arguments.rows_total, depth, Shape::kRows, Shape::kDepth);
   if (error == 0) {
     error = make(maps.weight, arguments.weight, arguments.d_out, arguments.d_in, 64, 64);
   }
   if (error == 0) {
-    error = make_map(maps.out, out.data, arguments.rows_total, columns, out.stride, Shape::kWarpRows, 64);
+    error = make_map(maps.out, arguments.type, out.data, arguments.rows_total, columns, out.stride,
+                     Shape::kWarpRows, 64);
   }
   if (error == 0 && arguments.parts.starts != nullptr) {
     error = make(maps.s, arguments.s, arguments.rows_total, arguments.ranks, Shape::kRows, Shape::kDepth);
     if (error == 0) {
-      error =
-          make(maps.factor, arguments.factor.rows, arguments.factor.row_count, columns, Shape::kDepth, 32);
+      error = make(maps.factor, page.rows, int64_t{page.adapters} * page.pitch, columns, Shape::kDepth, 32);
     }
   }
   return error;
@@ -64,8 +64,16 @@ int64_t blocks_of(const ProductTables& tables, int multiprocessors) {
 
 }  // namespace
 
+bool has_product(const Queue& queue) {
+  return is_hopper(queue) && most_shared_bytes(queue) >= ProductShape::kShared;
+}
+
+bool serves_product(const ProductArguments& arguments, const Queue& queue) {
+  return has_product(queue) && is_suited(arguments);
+}
+
 int launch_product(const ProductArguments& arguments, const Queue& queue) {
-  if (!is_hopper(queue) || !is_suited(arguments) || most_shared_bytes(queue) < ProductShape::kShared) {
+  if (!serves_product(arguments, queue)) {
     return kNotSupported;
   }
   if (arguments.rows_total == 0) {
@@ -79,14 +87,16 @@ int launch_product(const ProductArguments& arguments, const Queue& queue) {
     return error;
   }
   const ProductTables tables = {arguments.parts,
-                                arguments.factor.places,
+                                arguments.factor.factors,
+                                arguments.factor.pitch,
                                 arguments.bias,
                                 arguments.keep,
                                 arguments.dropout,
                                 static_cast<int>(arguments.rows_total),
                                 arguments.forward ? arguments.d_out : arguments.d_in,
                                 arguments.forward ? arguments.d_in : arguments.d_out,
-                                arguments.group};
+                                arguments.group,
+                                arguments.add};
   const auto run = [&](auto cluster, auto kernel) {
     constexpr int kCluster = decltype(cluster)::value;
     const Grid grid = {blocks_of<kCluster>(tables, used), 1, 1, kCluster};
@@ -109,6 +119,8 @@ int launch_product(const ProductArguments& arguments, const Queue& queue) {
 
 #else
 
+bool has_product(const Queue&) { return false; }
+bool serves_product(const ProductArguments&, const Queue&) { return false; }
 int launch_product(const ProductArguments&, const Queue&) { return kNotSupported; }
 
 #endif

@@ -27,7 +27,8 @@ struct ProductMaps {
 // What the blocks read beside the matrices.
 struct ProductTables {
   PartView parts;
-  const FactorPlace* places;
+  const FactorRow* factors;
+  int pitch;  // of the page of factors
   const void* bias;
   const uint32_t* keep;
   DropoutTables dropout;
@@ -35,6 +36,7 @@ struct ProductTables {
   int columns;  // of the result
   int depth;
   int group;
+  bool add;
 };
 
 struct ProductShape {
@@ -183,8 +185,8 @@ class ProductBlock {
     RankPart part;
     if (row_tile < row_tiles && index < count_of(row_tile)) {
       const Tile rows = read(tables.parts.parts + read(tables.parts.starts + row_tile) + index);
-      const FactorPlace place = read(tables.places + rows.adapter);
-      part = {rows.row, rows.row + rows.rows, place.first, place.ranks, 0};
+      const int ranks = static_cast<int>(read(&tables.factors[rows.adapter].rank));
+      part = {rows.row, rows.row + rows.rows, rows.adapter * tables.pitch, ranks, 0};
       if (kMasks == Masks::kStored && dropout_threshold(read(tables.dropout.p + rows.adapter)) == 0) {
         part.always = ~0u;
       }
@@ -487,7 +489,11 @@ class ProductBlock {
       show_to_copies();
       synchronize_warp();
       if (lane == 0) {
-        store_box(&maps.out, column + 64 * block, warp_row(), box);
+        if (tables.add) {
+          add_box(&maps.out, column + 64 * block, warp_row(), box);
+        } else {
+          store_box(&maps.out, column + 64 * block, warp_row(), box);
+        }
       }
     }
   }

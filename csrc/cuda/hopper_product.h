@@ -7,24 +7,35 @@
 
 namespace mlora::cuda {
 
-// Where the rows of an adapter begin in a factor page, and how many of them are ranks.
-struct FactorPlace {
-  int32_t first;
-  int32_t ranks;
-};
-
-// The factors F [r, d] of all adapters of a layer in the dtype of rows, one below the other: B^T, or A. Each
-// is padded with rows of zeros to a multiple of 16.
+// The factors F [r, d] of all adapters of a layer in the dtype of rows: B^T, or A. Those of adapter i begin
+// at row i pitch; behind them stand zeros up to a multiple of 16 rows, and anything from there on.
 struct FactorPage {
-  Rows rows;  // [row_count, d]
-  int32_t row_count;
-  const FactorPlace* places;  // [N]
+  Rows rows;                 // [N pitch, d]
+  const FactorRow* factors;  // [N]
+  int32_t adapters;
+  int32_t pitch;  // R, padded to a multiple of 16
 };
 
-// y = x W^T + s B^T + bias, or dx = dy W + keep(ds A); the low-rank part is each row's own adapter's.
+// The rows of one layer's page.
+struct PageOut {
+  void* data;  // [N pitch, columns], dense
+  int columns;
+};
+
+struct PageArguments {
+  Scalar type;  // of the pages; not fp32
+  FactorTable factor;
+  PageOut out[kMostLayers];  // columns are multiples of 8
+  int layers;
+  int pitch;
+};
+
+// y = x W^T + s B^T + bias, or dx = dy W + keep(ds A), or dx += that; the low-rank part is each row's own
+// adapter's.
 struct ProductArguments {
   Scalar type;  // not fp32
   bool forward;
+  bool add;          // to what `out` holds; backward only
   Rows rows;         // x [T, D], or dy [T, O]
   Rows weight;       // W [O, D]
   OutRows out;       // y [T, O], or dx [T, D]
@@ -43,9 +54,16 @@ struct ProductArguments {
   int multiprocessors;  // at most so many are used; 0: all
 };
 
-// Returns a CUDA error code: cudaErrorNotSupported (801), and nothing is launched, where the device is not
-// sm_90, the build has no code for sm_90a, rows are fp32, the page of factors is empty, or a matrix or bias
-// does not begin, with each of its rows, at a multiple of 16 bytes.
+int launch_pages(const PageArguments& arguments, const Queue& queue);
+
+// Whether the device is sm_90 and the build has code for sm_90a.
+bool has_product(const Queue& queue);
+
+// Whether this product can be launched. Not where `has_product` says so, rows are fp32, the page of factors
+// is empty, or a matrix or bias does not begin, with each of its rows, at a multiple of 16 bytes.
+bool serves_product(const ProductArguments& arguments, const Queue& queue);
+
+// Returns a CUDA error code; cudaErrorNotSupported (801), and nothing is launched, where it is not served.
 int launch_product(const ProductArguments& arguments, const Queue& queue);
 
 }  // namespace mlora::cuda

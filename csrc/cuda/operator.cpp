@@ -2,7 +2,7 @@
 // memory, launches the kernels and calls the frozen products.
 //
 // Letters: T rows, D = d_in, O = d_out, N adapters, R largest rank, L layers that share x.
-#include "cuda/call.h"
+#include "cuda/own_products.h"
 
 #ifdef MLORA_EMULATE
 #define MLORA_DEVICE_KEY CPU
@@ -13,21 +13,33 @@
 namespace mlora::cuda {
 namespace {
 
-// [K + M + N, 4] int32: tiles, splits and groups, one below the other.
+// [K + M + N, 4] int32: tiles, splits and groups, one below the other. Where there are own products, the most
+// parts and `starts` follow.
 Tensor plan(const Tensor& segments, int64_t rows, int64_t adapters, int64_t tiles, int64_t splits) {
   check_table(segments, "segments", 4, ScalarType::Long);
   MLORA_CHECK(rows >= 0 && rows <= INT32_MAX, "rows: expected 0 to ", INT32_MAX, ", got ", rows);
-  Tensor made = empty_like_device(segments, {tiles + splits + adapters, 4}, ScalarType::Int);
+  const Queue queue = queue_of(segments);
+  const bool own = has_product(queue);
+  const int64_t parts = own ? most_parts(rows, segments.size(0)) : 0;
+  const int64_t more = own ? parts + start_rows(rows) : 0;
+  Tensor made = empty_like_device(segments, {tiles + splits + adapters + more, 4}, ScalarType::Int);
   const Batch batch = {static_cast<const Segment*>(segments.const_data_ptr()),
                        static_cast<int32_t>(segments.size(0)), static_cast<int32_t>(adapters), rows};
   Tile* first = static_cast<Tile*>(made.mutable_data_ptr());
   Split* first_split = reinterpret_cast<Split*>(first + tiles);
   const PlanTables tables = {first, static_cast<int32_t>(tiles), first_split, static_cast<int32_t>(splits),
                              reinterpret_cast<Group*>(first_split + splits)};
-  const Queue queue = queue_of(segments);
   check_launch(queue, launch_plan(batch, tables, queue), "plan");
+  if (own) {
+    Tile* first_part = first + tiles + splits + adapters;
+    const PartTables part_tables = {reinterpret_cast<int32_t*>(first_part + parts), first_part,
+                                    static_cast<int32_t>(parts)};
+    check_launch(queue, launch_parts(batch, part_tables, queue), "parts");
+  }
   return made;
 }
+
+bool has_own_products(const Tensor& tensor) { return has_product(queue_of(tensor)); }
 
 int64_t capture(const Tensor& tensor) { return static_cast<int64_t>(capture_of(queue_of(tensor))); }
 
@@ -51,15 +63,15 @@ void* part(const Tensor& tensor, int64_t numbers) {
          numbers * static_cast<int64_t>(tensor.element_size());
 }
 
-// y of each layer, s [L, T, R], and the keep bits that `save_masks` asks for, or none. Without
+// y of each layer, s [L, T, R, padded], and the keep bits that `save_masks` asks for, or none. Without
 // weights `products` hold x W^T + bias, and the low-rank parts are added to them. A bias without numbers is
-// none.
+// none. `group`: of our own frozen products (ProductArguments); 0: the vendor's.
 std::tuple<Tensors, Tensor, OptionalTensor> forward(
     const Tensor& x, const Tensors& weights, const Tensors& biases, Tensors products, const Tensor& a,
     const Tensor& a_table, const Tensor& b, const Tensor& b_table, bool a_aligned, bool b_aligned,
     int64_t max_rank, const Tensor& made, int64_t tiles, int64_t splits, const Tensor& scaling,
     const OptionalTensor& dropout_p, const OptionalTensor& dropout_rng, const OptionalTensor& layers,
-    bool save_masks) {
+    bool save_masks, int64_t group) {
   const bool multiplies = !weights.empty();
   const size_t count = (multiplies ? weights : products).size();
   const Call call(x, count, a, a_table, b, b_table, a_aligned, b_aligned, max_rank, made, tiles, splits,
@@ -84,6 +96,7 @@ std::tuple<Tensors, Tensor, OptionalTensor> forward(
   expand.add = !multiplies;
   expand.plan = call.plan;
   expand.ranks = shrink.ranks;
+  OwnProducts own(call, call.b, true, multiplies ? group : 0);
   for (size_t i = 0; i < count; ++i) {
     if (multiplies) {
       const int64_t columns = weights[i].size(0);
@@ -100,14 +113,21 @@ std::tuple<Tensors, Tensor, OptionalTensor> forward(
     }
     expand.output[i] = {call.b_of(i), biased ? biases[i].const_data_ptr() : nullptr, out_rows_of(y),
                         static_cast<int>(y.size(1)), 0};
+    if (own.serve()) {
+      own.add(x, weights[i], y, part(s, static_cast<int64_t>(i) * call.row_numbers()), expand.output[i].bias);
+    }
   }
   Partials partials(call);
   partials.add_shrink(shrink, call.layers);
   partials.allocate(x);
   check_launch(call.queue, launch_shrink(shrink, call.queue), "shrink");
-  check_launch(call.queue, launch_expand(expand, call.queue), "expand");
-  for (size_t i = 0; i < weights.size(); ++i) {
-    add_product(products[i], x, transposed(weights[i]));
+  if (own.serve()) {
+    own.launch(x);
+  } else {
+    check_launch(call.queue, launch_expand(expand, call.queue), "expand");
+    for (size_t i = 0; i < weights.size(); ++i) {
+      add_product(products[i], x, transposed(weights[i]));
+    }
   }
   return {multiplies ? products : Tensors{}, s, keep};
 }
@@ -119,7 +139,8 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
                 const Tensor& b_table, OptionalTensor db, bool a_aligned, bool b_aligned, int64_t max_rank,
                 const Tensor& s, const OptionalTensor& keep, const Tensor& made, int64_t tiles,
                 int64_t splits, int64_t slots, const Tensor& scaling, const OptionalTensor& dropout_p,
-                const OptionalTensor& dropout_rng, const OptionalTensor& layers, bool need_dx, bool add) {
+                const OptionalTensor& dropout_rng, const OptionalTensor& layers, bool need_dx, bool add,
+                int64_t group) {
   const Call call(x, dys.size(), a, a_table, b, b_table, a_aligned, b_aligned, max_rank, made, tiles, splits,
                   scaling, {dropout_p, dropout_rng, layers});
   check_dense(s, "s", 3, call.dtype);
@@ -165,25 +186,33 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
                 "keep: expected the bits of forward, got ", shape_of(*keep));
     read_x.keep = static_cast<const uint32_t*>(keep->const_data_ptr());
   }
-  if (need_dx) {
-    check_rows(dx, "product", call.rows, call.columns, call.dtype);
-    read_x.dx = out_rows_of(dx);
-    read_x.add_dx = !multiplies;
-  }
   MLORA_CHECK(!multiplies || weights.size() == dys.size(), "weights: expected one of each layer, got ",
               weights.size());
+  OwnProducts own(call, call.a, false, multiplies ? group : 0, read_x.keep);
   for (size_t i = 0; multiplies && i < dys.size(); ++i) {
     check_weight(weights[i], dys[i].size(1), call.columns, call.dtype);
+    if (own.serve()) {
+      own.add(dys[i], weights[i], dx, part(ds, static_cast<int64_t>(i) * call.row_numbers()), nullptr);
+    }
+  }
+  if (need_dx) {
+    check_rows(dx, "product", call.rows, call.columns, call.dtype);
+    read_x.dx = own.serve() ? OutRows{} : out_rows_of(dx);
+    read_x.add_dx = !multiplies;
   }
   partials.allocate(x);
   if (need_ds || db) {
     check_launch(call.queue, launch_read_dy(read_dy, call.queue), "read_dy");
   }
-  if (need_ds) {
+  if (da || read_x.dx.data != nullptr) {
     check_launch(call.queue, launch_read_x(read_x, call.queue), "read_x");
   }
-  for (size_t i = 0; multiplies && i < dys.size(); ++i) {
-    add_product(dx, dys[i], weights[i]);
+  if (own.serve()) {
+    own.launch(x);
+  } else {
+    for (size_t i = 0; multiplies && i < dys.size(); ++i) {
+      add_product(dx, dys[i], weights[i]);
+    }
   }
   return dx;
 }
@@ -200,6 +229,7 @@ STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CompositeExplicitAutograd, library) {
 
 MLORA_LIBRARY_OF(MLORA_DEVICE_KEY) {
   library.impl("cuda_plan", TORCH_BOX(&mlora::cuda::plan));
+  library.impl("cuda_has_own_products", TORCH_BOX(&mlora::cuda::has_own_products));
   library.impl("cuda_capture", TORCH_BOX(&mlora::cuda::capture));
   library.impl("cuda_forward", TORCH_BOX(&mlora::cuda::forward));
   library.impl("cuda_backward", TORCH_BOX(&mlora::cuda::backward));

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_kernel(Batch batch, PlanTab
 constexpr int kPartThreads = 64;
 
 // The parts of one row tile a thread; one more thread writes the last entry of `starts`.
-__global__ void __launch_bounds__(kPartThreads) parts_kernel(Batch batch, PartTables tables) {
+__global__ void __launch_bounds__(kPartThreads) parts_kernel(PartTables tables, Batch batch) {
   const int32_t own = block_x() * kPartThreads + thread_index();
   if (own > ceil_div(batch.rows, kProductRows)) {
     return;
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kPartThreads) parts_kernel(Batch batch, PartTa
 
 int launch_parts(const Batch& batch, const PartTables& tables, const Queue& queue) {
   const Grid grid = {ceil_div(ceil_div(batch.rows, kProductRows) + 1, kPartThreads)};
-  return launch(parts_kernel, grid, kPartThreads, 0, queue, batch, tables);
+  return launch(parts_kernel, grid, kPartThreads, 0, queue, tables, batch);
 }
 
 int launch_plan(const Batch& batch, const PlanTables& tables, const Queue& queue) {

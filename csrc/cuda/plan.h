@@ -97,6 +97,9 @@ MLORA_HD int64_t most_parts(int64_t rows, int64_t segments) {
   return ceil_div(rows, kProductRows) + segments;
 }
 
+// Rows of a table [*, 4] that hold `starts`.
+inline int64_t start_rows(int64_t rows) { return ceil_div(ceil_div(rows, kProductRows) + 1, 4); }
+
 // Runs of an adapter's tiles: at least one, which writes the zeros of an adapter without rows.
 MLORA_HD int32_t runs_of(int32_t tiles) { return tiles == 0 ? 1 : ceil_div(tiles, kSplitTiles); }
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from ..frozen.plain import PlainWeight
+from .factors import factors_of
+from .gpu_base_gemm import GpuBaseGemm, Shape
 from .interface import Adapters, Layer, PlanTensors, Saved, Wanted
-from .plan import Plan, PlanCache, PlanSizes
+from .plan import Plan, PlanCache, PlanSizes, describe
 
 OPS = torch.ops.mlora_ext
 MOST_LAYERS = 4
 """Most layers that share x of one call."""
+_ADAPTERS, _RANK = 4, 16  # of a trial
 
 
 class CudaOperator:
@@ -21,13 +25,20 @@ class CudaOperator:
     def __init__(self) -> None:
         self._plans = PlanCache(self.plan, OPS.cuda_capture.default)
         self.saves_masks = False
+        self.base_gemm = GpuBaseGemm(self._trial)
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
         tables = OPS.cuda_plan.default(segments, sizes.rows, sizes.adapters, sizes.tiles, sizes.splits)
         return Plan(sizes, tables)
 
     def forward(
-        self, x: Tensor, layers: Sequence[Layer], adapters: Adapters, plan: PlanTensors, masks: bool = True
+        self,
+        x: Tensor,
+        layers: Sequence[Layer],
+        adapters: Adapters,
+        plan: PlanTensors,
+        masks: bool = True,
+        group: int | None = None,
     ) -> tuple[list[Tensor], Saved]:
         segments, scaling, *dropout = plan
         assert segments is not None
@@ -39,12 +50,14 @@ class CudaOperator:
         if len(weights) < len(layers):
             products = [layer.product.matmul(x, layer.bias) for layer in layers]
             weights, biases = [], []
+        if group is None:
+            group = self.base_gemm.group("forward", x, weights)
         made = self._plans.get(segments, x.shape[0], scaling.shape[0])
         sizes = made.sizes
         ys, s, keep = OPS.cuda_forward.default(
             x, weights, biases, products, a.first, a.table, b.first, b.table, a.aligned, b.aligned,
             a.max_rank, made.whole, sizes.tiles, sizes.splits, scaling, *dropout,
-            masks and self.saves_masks,
+            masks and self.saves_masks, group,
         )  # fmt: skip
         return products or ys, (s,) if keep is None else (s, keep)
 
@@ -57,6 +70,7 @@ class CudaOperator:
         saved: Saved,
         plan: PlanTensors,
         wanted: Wanted,
+        group: int | None = None,
     ) -> Tensor | None:
         segments, scaling, *dropout = plan
         assert segments is not None
@@ -70,6 +84,8 @@ class CudaOperator:
                 product = layers[0].product.matmul_dx(dys[0])
                 for layer, dy in zip(layers[1:], dys[1:], strict=True):
                     layer.product.add_matmul_dx(product, dy)
+        if group is None:
+            group = self.base_gemm.group("backward", x, weights) if need_dx else 0
         made = self._plans.get(segments, x.shape[0], scaling.shape[0])
         sizes = made.sizes
         dx = OPS.cuda_backward.default(
@@ -77,8 +93,34 @@ class CudaOperator:
             b.first, b.table, b.into[0] if need_db and b.into else None, a.aligned, b.aligned, a.max_rank,
             saved[0], saved[1] if len(saved) > 1 else None, made.whole, sizes.tiles, sizes.splits,
             sizes.slots, scaling, *dropout, need_dx, a.add,
+            group,
         )  # fmt: skip
         return (dx if product is None else product) if need_dx else None
+
+    @torch.no_grad()
+    def _trial(self, shape: Shape, device: torch.device) -> Callable[[int], object]:
+        """See `gpu_base_gemm.Trial`; draws from a generator of its own."""
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = getattr(torch, shape.dtype)
+
+        def random(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(*sizes, dtype=dtype, device=device).normal_(generator=generator)
+
+        T, D, O = shape.rows, shape.d_in, shape.d_out  # noqa: E741
+        x, weight, dy = random(T, D), random(O, D), random(T, O)
+        a = factors_of([random(_RANK, D, dtype=torch.float32) for _ in range(_ADAPTERS)], transposed=False)
+        b = factors_of([random(O, _RANK, dtype=torch.float32) for _ in range(_ADAPTERS)], transposed=True)
+        each = T // _ADAPTERS
+        rows = [(i * each, (i + 1) * each, i, 0) for i in range(_ADAPTERS)]
+        segments = torch.tensor(rows, dtype=torch.int64, device=device)
+        describe(segments, rows)
+        plan = segments, torch.ones(_ADAPTERS, device=device), None, None, None
+        layers, wanted = [Layer(PlainWeight.of(weight), weight)], (True, True, True)
+        if shape.direction == "forward":
+            return lambda group: self.forward(x, layers, Adapters(a, b), plan, False, group)
+        saved = self.forward(x, layers, Adapters(a, b), plan, False, 0)[1]
+        into = Adapters(a.new_gradients()[0], b.new_gradients()[0])
+        return lambda group: self.backward([dy], x, layers, into, saved, plan, wanted, group)
 
 
 def _biases(layers: Sequence[Layer]) -> list[Tensor]:

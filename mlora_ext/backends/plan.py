@@ -70,7 +70,7 @@ class Plan:
 
     Attributes:
         sizes: of the tables.
-        whole: the tables, one below the other.
+        whole: the tables, one below the other, and what the backend wants behind them.
     """
 
     sizes: PlanSizes
@@ -79,7 +79,8 @@ class Plan:
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns tiles, splits and groups as views."""
         sizes = self.sizes
-        tiles, splits, groups = self.whole.split([sizes.tiles, sizes.splits, sizes.adapters])
+        sizes_of = [sizes.tiles, sizes.splits, sizes.adapters]
+        tiles, splits, groups = self.whole[: sum(sizes_of)].split(sizes_of)
         return tiles, splits, groups
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from .gpu_base_gemm import Library
+
 if TYPE_CHECKING:
     from .interface import GpuOperator
 
@@ -80,6 +82,24 @@ def save_dropout_masks(on: bool = True) -> None:
     """
     if on or not _cuda_refusal():
         gpu_operator("cuda").saves_masks = on
+
+
+def use_gpu_base_gemm(library: Library | None) -> None:
+    """Sets who multiplies by plain frozen weights in 16 bits on an sm_90 GPU, from now on.
+
+    A kernel of this library adds the low-rank part inside of the product. It sums in another order than
+    cuBLAS, so results differ by rounding.
+
+    Args:
+        library: `mlora` (that kernel, where rows and weights begin at multiples of 16 bytes), `cublas`, or
+            None: the faster one for each shape, measured at its first call; the default.
+
+    Raises:
+        ValueError: there is no such library, or this installation has no backend `cuda`.
+    """
+    if library not in (None, *get_args(Library)):
+        raise ValueError(f"base_gemm: expected cublas, mlora or None, got {library!r}")
+    gpu_operator("cuda").base_gemm.library = library  # type: ignore[attr-defined]
 
 
 def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:

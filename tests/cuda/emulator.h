@@ -168,8 +168,14 @@ int multiprocessors(const Queue&);
 int run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, void (*run)(const void*),
              const void* call);
 
+struct PageArguments;
+struct ProductMaps;
+
 // Which launch has these arguments.
 inline const char* launch_of(const Batch&) { return "plan"; }
+inline const char* launch_of(const PartTables&) { return "parts"; }
+inline const char* launch_of(const PageArguments&) { return "page"; }
+inline const char* launch_of(const ProductMaps&) { return "product"; }
 inline const char* launch_of(const ShrinkArguments&) { return "shrink"; }
 inline const char* launch_of(const ExpandArguments&) { return "expand"; }
 inline const char* launch_of(const ReadDyArguments&) { return "read_dy"; }

@@ -28,6 +28,7 @@ struct Box {
   Phases* barrier;
   int thread;                    // that sent it away; -1: it comes
   int number;                    // of those that the thread has sent
+  bool add;                      // to what is there
   std::vector<uint32_t> hidden;  // words that their writers had not shown
 };
 
@@ -138,6 +139,19 @@ void for_each_chunk(const Box& box, Function&& f) {
   }
 }
 
+float widened(Scalar type, uint16_t bits) {
+  return type == Scalar::kHalf ? to_float(Half{bits}) : to_float(BFloat16{bits});
+}
+
+uint16_t sum_of(Scalar type, uint16_t a, uint16_t b) {
+  const float sum = widened(type, a) + widened(type, b);
+  Half half;
+  BFloat16 brain;
+  from_float(sum, half);
+  from_float(sum, brain);
+  return type == Scalar::kHalf ? half.bits : brain.bits;
+}
+
 void move(const Box& box) {
   unsigned char* shared = shared_of(box.rank);
   const auto is_hidden = [&](uint32_t word) {
@@ -157,8 +171,11 @@ void move(const Box& box) {
         std::memset(chunk + 4 * word, 0xff, 4);
       }
     }
-    if (bytes > 0) {
-      std::memcpy(const_cast<uint16_t*>(static_cast<const uint16_t*>(box.map.data)) + number, chunk, bytes);
+    uint16_t* to = const_cast<uint16_t*>(static_cast<const uint16_t*>(box.map.data)) + number;
+    for (size_t i = 0; i < bytes / 2; ++i) {
+      uint16_t value;
+      std::memcpy(&value, chunk + 2 * i, 2);
+      to[i] = box.add ? sum_of(box.map.type, to[i], value) : value;
     }
   });
   if (box.thread < 0) {
@@ -189,10 +206,6 @@ void start_box(const Box& box) {
   }
   engine.boxes.push_back(box);
   let_others_run();
-}
-
-float widened(Scalar type, uint16_t bits) {
-  return type == Scalar::kHalf ? to_float(Half{bits}) : to_float(BFloat16{bits});
 }
 
 // Number (along, k) of the operand that a descriptor gives.
@@ -330,12 +343,12 @@ void check_boxes() {
   }
 }
 
-int make_map(TensorMap& map, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows,
-             int box_columns) {
-  const bool fits = rows > 0 && columns > 0 && stride >= columns && stride % 8 == 0 &&
-                    reinterpret_cast<uintptr_t>(data) % 16 == 0 && box_rows <= 256 &&
+int make_map(TensorMap& map, Scalar type, const void* data, int64_t rows, int64_t columns, int64_t stride,
+             int box_rows, int box_columns) {
+  const bool fits = type != Scalar::kFloat && rows > 0 && columns > 0 && stride >= columns &&
+                    stride % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && box_rows <= 256 &&
                     (box_columns == 32 || box_columns == 64);
-  map = {data, rows, columns, stride, box_rows, box_columns};
+  map = {type, data, rows, columns, stride, box_rows, box_columns};
   return fits ? 0 : 1;
 }
 
@@ -383,12 +396,12 @@ void barrier_wait(uint32_t barrier, int parity) {
 }
 
 void load_box(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier) {
-  start_box({*map, machine.rank, to, column, row, &barrier_of(machine.rank, barrier), -1, 0, {}});
+  start_box({*map, machine.rank, to, column, row, &barrier_of(machine.rank, barrier), -1, 0, false, {}});
 }
 
 void load_box_for_both(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier) {
   for (int rank = 0; rank < 2; ++rank) {
-    start_box({*map, rank, to, column, row, &barrier_of(rank, barrier), -1, 0, {}});
+    start_box({*map, rank, to, column, row, &barrier_of(rank, barrier), -1, 0, false, {}});
   }
 }
 
@@ -404,9 +417,9 @@ void show_to_copies() {
   words.clear();
 }
 
-void store_box(const TensorMap* map, int column, int row, uint32_t from) {
-  Box box{*map, machine.rank, from, column, row, nullptr, machine.current, engine.sent[machine.current]++,
-          {}};
+void send_box(const TensorMap* map, int column, int row, uint32_t from, bool add) {
+  const int number = engine.sent[machine.current]++;
+  Box box{*map, machine.rank, from, column, row, nullptr, machine.current, number, add, {}};
   for (uint32_t word = 0; word < static_cast<uint32_t>(map->box_rows * map->box_columns) / 2; ++word) {
     if (engine.hidden_by[machine.rank].at(from / 4 + word) != 0) {
       box.hidden.push_back(from / 4 + word);

@@ -14,6 +14,7 @@
 namespace mlora::cuda {
 
 struct TensorMap {
+  Scalar type;
   const void* data;
   int64_t rows;
   int64_t columns;
@@ -24,8 +25,8 @@ struct TensorMap {
 
 constexpr int kNotSupported = 801;
 
-int make_map(TensorMap& map, const void* data, int64_t rows, int64_t columns, int64_t stride, int box_rows,
-             int box_columns);
+int make_map(TensorMap& map, Scalar type, const void* data, int64_t rows, int64_t columns, int64_t stride,
+             int box_rows, int box_columns);
 inline bool is_hopper(const Queue&) { return true; }
 
 template <int kCluster>
@@ -52,7 +53,13 @@ inline void fetch_map(const TensorMap*) {}
 void load_box(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier);
 void load_box_for_both(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier);
 void show_to_copies();
-void store_box(const TensorMap* map, int column, int row, uint32_t from);
+void send_box(const TensorMap* map, int column, int row, uint32_t from, bool add);
+inline void store_box(const TensorMap* map, int column, int row, uint32_t from) {
+  send_box(map, column, row, from, false);
+}
+inline void add_box(const TensorMap* map, int column, int row, uint32_t from) {
+  send_box(map, column, row, from, true);
+}
 void wait_for_stored_boxes(int pending);
 template <int kPending>
 void wait_stored_boxes() {

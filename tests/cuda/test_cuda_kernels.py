@@ -290,6 +290,7 @@ def test_checks_name_the_argument(change: dict, message: str) -> None:
         "dropout_rng": None,
         "layers": None,
         "save_masks": False,
+        "group": 0,
     }
     OPS.cuda_forward(**arguments)
     here = tree_map_only(torch.Tensor, lambda tensor: tensor.to(torch.get_default_device()), change)
@@ -318,7 +319,9 @@ def test_launches_do_not_grow_with_adapters() -> None:
         with emulated.watched() as launches:
             case.run()
         names[adapters] = [launch.name for launch in launches]
-    assert names[1] == names[64] == names[3] == ["plan", "shrink", "expand", "read_dy", "read_x"]
+    assert names[1] == names[64] == names[3] == [
+        "plan", "parts", "shrink", "expand", "read_dy", "read_x",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
@@ -330,7 +333,7 @@ def test_a_wide_adapter_makes_no_work_for_narrow_ones() -> None:
         case = make(ranks, lengths, list(range(len(ranks))), d_in=640, d_out=640, dtype=torch.bfloat16, p=0.1)
         with emulated.watched() as launches:
             case.run()
-        return {launch.name: launch.busiest for launch in launches if launch.name != "plan"}
+        return {launch.name: launch.busiest for launch in launches if launch.busiest > 0}
 
     alone = [work([rank]) for rank in (16, 32, 64, 128)]
     expected = sum(map(Counter, alone), start=Counter())

@@ -29,12 +29,13 @@ class Arguments(ctypes.Structure):
     """`ProductArguments` of csrc/cuda/hopper_product.h."""
 
     _fields_ = (
-        ("type", ctypes.c_int8), ("forward", ctypes.c_bool), ("rows", Rows), ("weight", Rows), ("out", Rows),
-        ("bias", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("parts", ctypes.c_void_p), ("s", Rows),
-        ("factor", Rows), ("factor_rows", ctypes.c_int32), ("places", ctypes.c_void_p),
-        ("dropout_p", ctypes.c_void_p), ("dropout_rng", ctypes.c_void_p), ("layers", ctypes.c_void_p),
-        ("keep", ctypes.c_void_p), ("rows_total", ctypes.c_int64), ("d_in", ctypes.c_int),
-        ("d_out", ctypes.c_int), ("ranks", ctypes.c_int), ("cluster", ctypes.c_int), ("group", ctypes.c_int),
+        ("type", ctypes.c_int8), ("forward", ctypes.c_bool), ("add", ctypes.c_bool), ("rows", Rows),
+        ("weight", Rows), ("out", Rows), ("bias", ctypes.c_void_p), ("starts", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p), ("s", Rows), ("factor", Rows), ("factors", ctypes.c_void_p),
+        ("adapters", ctypes.c_int32), ("pitch", ctypes.c_int32), ("dropout_p", ctypes.c_void_p),
+        ("dropout_rng", ctypes.c_void_p), ("layers", ctypes.c_void_p), ("keep", ctypes.c_void_p),
+        ("rows_total", ctypes.c_int64), ("d_in", ctypes.c_int), ("d_out", ctypes.c_int),
+        ("ranks", ctypes.c_int), ("cluster", ctypes.c_int), ("group", ctypes.c_int),
         ("multiprocessors", ctypes.c_int),
     )  # fmt: skip
 
@@ -77,6 +78,7 @@ class Case:
     bias: bool = False
     p: float | None = None
     stored: bool = False
+    add: bool = False
     cluster: int = 2
     group: int = 8
     multiprocessors: int = 4
@@ -104,6 +106,7 @@ class Case:
         self.drop_p = torch.tensor([self.p or 0.0, 0.0, 0.5, 1.0][:n] + [self.p or 0.0] * (n - 4))
         self.rng = torch.stack([torch.arange(n) * 2**33 + 5, torch.arange(n) + 11], 1)
         self.layer = torch.tensor([21])
+        self.before = torch.randn(self.T, self.columns).to(self.dtype)
 
     def kept(self) -> torch.Tensor:
         """Which elements are kept: `[T, d]` bool."""
@@ -127,30 +130,38 @@ class Case:
         return torch.where(silent[:, None], torch.randint_like(words, 2**31 - 1), words)
 
     def page(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factors, each padded to a multiple of 16 ranks, and where they are."""
-        places, first, pieces = [], 0, [torch.zeros(0, self.columns, dtype=self.dtype)]
-        for factor in self.factors:
-            places.append([first, len(factor)])
-            pieces.append(torch.nn.functional.pad(factor, (0, 0, 0, -len(factor) % 16)))
-            first += len(pieces[-1])
-        return padded(torch.cat(pieces)), torch.tensor(places, dtype=torch.int32)
+        """The factors and, behind each, zeros up to 16 rows and NaN; a table with their ranks."""
+        page = torch.full((len(self.ranks), self.pitch, self.columns), torch.nan, dtype=self.dtype)
+        table = torch.full((len(self.ranks), 8), -1, dtype=torch.int64)
+        for adapter, factor in enumerate(self.factors):
+            page[adapter, : -(-len(factor) // 16) * 16] = 0.0
+            page[adapter, : len(factor)] = factor
+            table[adapter, 3] = len(factor)
+        return padded(page.reshape(-1, self.columns)), table
+
+    @property
+    def pitch(self) -> int:
+        return -(-max(self.ranks, default=0) // 16) * 16
 
     def run(self, expected_error: int = 0) -> torch.Tensor:
         """The kernel's result; what lies around it is left as it was."""
         around = torch.full((self.T + 2, self.columns + -self.columns % 8 + 8), 77.0, dtype=self.dtype)
         out = around[1:-1, : self.columns]
+        if self.add:
+            out.copy_(self.before)
         held = [*self.page(), *parts_of(self.table, len(self.ranks), self.T), self.words()]
-        page, places, starts, parts, keep = held
+        page, factors, starts, parts, keep = held
         alone = not self.ranks
         drops = self.p is not None
         arguments = Arguments(
-            {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[self.dtype], self.forward,
+            {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[self.dtype], self.forward, self.add,
             rows_of(self.rows), rows_of(self.weight), rows_of(out),
             None if self.bias_vector is None else self.bias_vector.data_ptr(),
             None if alone else starts.data_ptr(), None if alone else parts.data_ptr(), rows_of(self.s),
-            rows_of(page), len(page), places.data_ptr(), self.drop_p.data_ptr() if drops else None,
-            self.rng.data_ptr(), self.layer.data_ptr(), keep.data_ptr() if self.stored else None, self.T,
-            self.D, self.O, self.s.shape[1], self.cluster, self.group, self.multiprocessors,
+            rows_of(page), factors.data_ptr(), len(self.ranks), self.pitch,
+            self.drop_p.data_ptr() if drops else None, self.rng.data_ptr(), self.layer.data_ptr(),
+            keep.data_ptr() if self.stored else None, self.T, self.D, self.O, self.s.shape[1], self.cluster,
+            self.group, self.multiprocessors,
         )  # fmt: skip
         run = ctypes.CDLL(str(emulated.build())).mlora_emulator_product
         assert run(ctypes.byref(arguments), ctypes.c_size_t(ctypes.sizeof(arguments))) == expected_error
@@ -336,6 +347,15 @@ def test_parts_are_the_rows_of_a_segment_in_a_row_tile() -> None:
 def test_parts_of_nothing() -> None:
     starts, _ = parts_of(torch.zeros(0, 4, dtype=torch.int64), 1, 200)
     assert starts.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS[2:])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_adding_is_the_sum_of_two_rounded_numbers(kind: dict, dtype: torch.dtype) -> None:
+    case = Case(300, 200, 328, [8, 40, 96], mixed(300), dtype=dtype, **kind)
+    expected = case.before + case.run()
+    case.add = True
+    assert torch.equal(case.run(), expected)
 
 
 def test_what_it_does_not_serve_is_refused_and_not_written() -> None:

@@ -1,0 +1,243 @@
+"""The operator whose frozen products have the low-rank part inside, in the emulator."""
+
+from collections.abc import Callable, Iterator
+
+import emulated
+import pytest
+import torch
+from backends import serving
+from cases import Case, assert_right, make
+
+import mlora_ext as mx
+from mlora_ext.backends import gpu_base_gemm, one_layer
+from mlora_ext.backends.gpu_base_gemm import GROUPS, GpuBaseGemm, Shape
+from mlora_ext.backends.interface import Layer
+from mlora_ext.backends.selection import gpu_operator
+from mlora_ext.frozen.plain import PlainWeight
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def own_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All memory that PyTorch hands out is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    with serving("cuda", monkeypatch):
+        mx.use_gpu_base_gemm("mlora")
+        yield
+        mx.use_gpu_base_gemm(None)
+
+
+@pytest.fixture
+def saved_masks() -> Iterator[None]:
+    mx.save_dropout_masks()
+    yield
+    mx.save_dropout_masks(False)
+
+
+def launches_of(run: Callable[[], object]) -> list[str]:
+    with emulated.watched() as launches:
+        run()
+    return [launch.name for launch in launches]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("ranks", [[1, 4, 3], [16, 8, 40], [130, 17, 64]], ids=str)
+@pytest.mark.parametrize("p", [None, [0.3, 0.0, 0.5]], ids=str)
+def test_values(dtype: torch.dtype, ranks: list[int], p: list[float] | None) -> None:
+    """Segments that begin anywhere, rows without an adapter, several quarters and column tiles."""
+    lengths, adapters = [70, 1, 59, 9, 3, 130], [1, 0, 0, -1, 2, 0]
+    for adapter_dtype in (dtype, torch.float32):
+        how = {"dtype": dtype, "adapter_dtype": adapter_dtype, "d_in": 328, "d_out": 648, "p": p}
+        assert_right(make(ranks, lengths, adapters, **how))
+
+
+def test_stored_masks(saved_masks: None) -> None:
+    assert_right(make([8, 20], [130, 61], [1, 0], dtype=torch.bfloat16, d_in=136, d_out=72, p=[0.3, 0.0]))
+
+
+def test_contiguous_b_and_strided_rows() -> None:
+    case = make([4, 24], [90, 60], [0, 1], dtype=torch.bfloat16, d_in=72, d_out=80, p=0.2)
+    case.lora_b = [b.detach().contiguous().requires_grad_() for b in case.lora_b]
+    case.x = torch.randn(150, 88).to(case.x.dtype)[:, 8:80].requires_grad_()
+    assert launches_of(lambda: assert_right(case)).count("product") == 2
+
+
+def test_launches() -> None:
+    """No more than with cuBLAS, whatever the adapters."""
+    for adapters in (1, 40):
+        case = make([4] * adapters, [3] * adapters, list(range(adapters)), dtype=torch.bfloat16, p=0.1)
+        forward, backward = ["page", "product"], ["page", "product"]
+        assert launches_of(case.run) == [
+            "plan", "parts", "shrink", *forward, "read_dy", "read_x", *backward,
+        ]  # fmt: skip
+
+
+def results_of(case: Case, layers: list[Layer], dys: list[torch.Tensor]) -> list[torch.Tensor]:
+    """y of layers that share x, dx, and the gradients."""
+    x, _, _, lora_a, lora_b, *plan, _ = case.operator_arguments()
+    count = len(layers)
+    plan = (*plan, torch.arange(count))
+    every_b = [[b[: len(layer.weight)] for b in lora_b] for layer in layers]
+    with torch.no_grad():
+        ys, saved = one_layer.forward_of("cuda", x, layers, lora_a * count, every_b, plan)
+        dx, da, db = one_layer.backward_of(
+            "cuda", dys, x, layers, lora_a * count, every_b, saved, plan, (True, True, True)
+        )
+    return [*ys, dx, *da, *(matrix for layer in db for matrix in layer)]
+
+
+@pytest.mark.parametrize("masks", ["drawn", "stored"])
+def test_layers_that_share_x(masks: str, request: pytest.FixtureRequest) -> None:
+    """dx is the sum of the layers' own, rounded after each; all else has the bits of a layer alone."""
+    if masks == "stored":
+        request.getfixturevalue("saved_masks")
+    case = make([8, 40], [130, 61], [1, 0], dtype=torch.bfloat16, d_in=136, d_out=328, p=0.3)
+    x, weight, bias, lora_a, lora_b, *plan, _ = case.operator_arguments()
+    weights = [weight, weight[:72], weight[:264]]
+    layers = [
+        Layer(PlainWeight.of(one), one, None if i == 1 else bias[: len(one)]) for i, one in enumerate(weights)
+    ]
+    dys = [case.dy[:, : len(one)].contiguous() for one in weights]
+    together = results_of(case, layers, dys)
+    dx = torch.zeros_like(x)
+    for i, (layer, dy) in enumerate(zip(layers, dys, strict=True)):
+        every_b = [b[: len(layer.weight)] for b in lora_b]
+        own = (*plan, torch.tensor([i]))
+        with torch.no_grad():
+            (y,), saved = one_layer.forward_of("cuda", x, [layer], lora_a, [every_b], own)
+            own_dx, da, (db,) = one_layer.backward_of(
+                "cuda", [dy], x, [layer], lora_a, [every_b], saved, own, (True, True, True)
+            )
+        dx += own_dx
+        first = 4 + 2 * i
+        found = [together[i], *together[first : first + 2], *together[first + 6 : first + 8]]
+        assert all(map(torch.equal, found, [y, *da, *db]))
+    assert torch.equal(together[3], dx)
+
+
+@pytest.mark.parametrize(
+    "wanted", [(True, False, False), (False, True, False), (False, False, True)], ids=str
+)
+def test_only_wanted_gradients(wanted: tuple[bool, bool, bool]) -> None:
+    case = make([5, 16], [37, 61], [0, 1], dtype=torch.bfloat16, p=0.2)
+    x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
+    layers = [Layer(PlainWeight.of(weight), weight, bias)]
+
+    def gradients(wanted: tuple[bool, bool, bool]) -> list:
+        with torch.no_grad():
+            _, saved = one_layer.forward_of("cuda", x, layers, lora_a, [lora_b], tuple(plan))
+            dx, da, (db,) = one_layer.backward_of(
+                "cuda", [case.dy], x, layers, lora_a, [lora_b], saved, tuple(plan), wanted
+            )
+        return [[] if dx is None else [dx], da, db]
+
+    every = gradients((True, True, True))
+    for found, expected, asked in zip(gradients(wanted), every, wanted, strict=True):
+        assert len(found) == (len(expected) if asked else 0)
+        assert all(map(torch.equal, found, expected))
+
+
+def odd_width(case: Case) -> None:
+    case.weight, case.bias, case.dy = case.weight[:23], case.bias[:23], case.dy[:, :23].contiguous()
+    case.lora_b = [b.detach()[:23].requires_grad_() for b in case.lora_b]
+
+
+def transposed_weight(case: Case) -> None:
+    case.weight = case.weight.t().contiguous().t()
+
+
+def odd_addresses(case: Case) -> None:
+    case.x = torch.randn(1 + 98 * 40).to(case.x.dtype)[1:].view(98, 40).requires_grad_()
+    case.dy = torch.randn(1 + 98 * 24).to(case.x.dtype)[1:].view(98, 24)
+
+
+@pytest.mark.parametrize("change", [odd_width, transposed_weight, odd_addresses])
+def test_what_is_not_served_goes_the_other_way(change: Callable[[Case], None]) -> None:
+    case = make([5, 16], [37, 61], [0, 1], dtype=torch.bfloat16, p=0.2)
+    change(case)
+    assert launches_of(lambda: assert_right(case)) == [
+        "plan", "parts", "shrink", "expand", "read_dy", "read_x",
+    ]  # fmt: skip
+    single = make([5, 16], [37, 61], [0, 1], p=0.2)
+    assert "product" not in launches_of(lambda: assert_right(single))
+
+
+def test_nan_stays_with_its_adapter() -> None:
+    case = make([8, 40, 16], [70, 95, 135], [0, 1, 2], dtype=torch.bfloat16, d_in=136, d_out=264, p=0.1)
+    clean = case.run()
+    with torch.no_grad():
+        case.lora_a[1].fill_(torch.nan)
+        case.lora_b[1].fill_(torch.nan)
+    dirty, others = case.run(), torch.ones(300, dtype=torch.bool)
+    others[70:165] = False
+    for i, (one, other) in enumerate(zip(dirty, clean, strict=True)):
+        if i < 2:
+            assert torch.equal(one[others], other[others])
+            assert one[~others].isnan().any(1).all()
+        else:
+            assert torch.equal(one, other) is (i not in (3, 6))
+
+
+# --- the choice
+
+
+def shape_of(direction: str, rows: int, d_in: int, d_out: int) -> Shape:
+    return Shape(direction, "bfloat16", rows, d_in, d_out)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_trial_runs_every_candidate(direction: str) -> None:
+    run = gpu_operator("cuda")._trial(shape_of(direction, 200, 72, 40), torch.device("cpu"))
+    state = torch.get_rng_state()
+    names = {group: launches_of(lambda group=group: run(group)) for group in (0, *GROUPS)}
+    assert all(("product" in launches) is (group > 0) for group, launches in names.items())
+    assert torch.equal(torch.get_rng_state(), state), "the user's random numbers are as before"
+
+
+class OnAGPU(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+def test_the_faster_of_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    capturing, asked = False, []
+    times = {
+        (4096, 4096): {0: 3.0, 4: 2.5, 8: 2.0, 16: 2.1},
+        (4096, 1024): {0: 1.0, 4: 1.9, 8: 1.8, 16: 1.2},
+        (4096, 512): {0: 0.0},  # own ones did not fit into memory
+    }
+    choice = GpuBaseGemm(lambda shape, device: asked.append(shape) or (lambda group: None))
+    monkeypatch.setattr(gpu_base_gemm, "_best", lambda run, device: times[asked[-1][3:]])
+
+    def group(rows: int, *outs: int, direction: str = "forward") -> int:
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16).as_subclass(OnAGPU)
+        return choice.group(direction, x, [torch.empty(out, 4096, dtype=x.dtype) for out in outs])
+
+    assert group(gpu_base_gemm.FEWEST_ROWS - 1, 4096) == 0
+    assert not asked
+    capturing = True
+    assert group(3000, 4096) == 0
+    assert not asked, "a capture measures nothing"
+    capturing = False
+    assert group(3000, 4096) == 8
+    assert group(3000, 4096, 1024) == 16, "3.3 in place of 4.0 or 3.8"
+    assert group(3000, 4096, 1024, 1024) == 16, "4.5 in place of 5.0"
+    assert group(3000, 1024) == 0
+    assert group(3000, 4096, 512) == 0
+    assert asked == [shape_of("forward", 4096, 4096, out) for out in (4096, 1024, 512)], "each once"
+    assert group(4096, 4096) == 8
+    assert len(asked) == 3
+    assert group(40000, 4096, direction="backward") == 8
+    assert asked[-1] == shape_of("backward", gpu_base_gemm.MOST_ROWS, 4096, 4096)
+    choice.library = "cublas"
+    assert group(3000, 4096) == 0
+    choice.library = "mlora"
+    assert group(9, 1024) == 8
+
+
+def test_a_library_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="base_gemm: expected cublas, mlora or None, got 'mkl'"):
+        mx.use_gpu_base_gemm("mkl")
