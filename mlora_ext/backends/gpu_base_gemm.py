@@ -9,9 +9,9 @@ Letters: T rows, D = d_in, O = d_out.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class Shape(NamedTuple):
 
 Times = dict[int, float]
 """Seconds by group; 0 stands for cuBLAS."""
+Record = dict[str, Any]
+"""The fields of a `Shape`, and `seconds`; JSON can hold it."""
 Trial = Callable[[Shape, torch.device], Callable[[int], object]]
 """Returns a call of one shape with numbers of its own, by group."""
 
@@ -67,7 +69,7 @@ class GpuBaseGemm:
 
     def group(self, direction: str, x: Tensor, weights: Sequence[Tensor]) -> int:
         """Returns the group of row tiles for own products of layers that share x `[T, D]`; 0: cuBLAS."""
-        if not weights or x.element_size() != 2 or self.library == "cublas" or not _serves(x.device):
+        if not weights or x.element_size() != 2 or self.library == "cublas" or not serves(x.device):
             return 0
         if self.library == "mlora":
             return GROUPS[1]
@@ -89,6 +91,17 @@ class GpuBaseGemm:
                 if shape not in self.times:
                     self.times[shape] = self._measured(shape, device)
 
+    def learn(self, known: Sequence[Record]) -> None:
+        """Takes over what another process has measured, in place of what this one has."""
+        self.times |= times_of(known)
+
+    def known(self) -> list[Record]:
+        """Returns all that was measured, as `learn` takes it."""
+        return [
+            {**shape._asdict(), "seconds": {str(group): one for group, one in times.items()}}
+            for shape, times in self.times.items()
+        ]
+
     def _measured(self, shape: Shape, device: torch.device) -> Times:
         try:
             return _best(self._trial(shape, device), device)
@@ -96,8 +109,49 @@ class GpuBaseGemm:
             return {0: 0.0}
 
 
+def shapes_of(weights: Iterable[Tensor]) -> list[Shape]:
+    """Returns every shape of products with plain weights `[O, D]` that is ever measured."""
+    rows = [1 << i for i in range(FEWEST_ROWS.bit_length() - 1, MOST_ROWS.bit_length())]
+    found = {
+        Shape(
+            direction, str(weight.dtype).removeprefix("torch."), count, weight.shape[1], weight.shape[0]
+        ): None
+        for weight in weights
+        for direction in ("forward", "backward")
+        for count in rows
+        if weight.element_size() == 2 and weight.shape[0] % 8 == weight.shape[1] % 8 == 0
+    }
+    return list(found)
+
+
+def times_of(known: Sequence[Record]) -> dict[Shape, Times]:
+    """Returns records as times by shape; ValueError if they are none."""
+    try:
+        return {
+            Shape(*(record[key] for key in Shape._fields)): {
+                int(group): float(seconds) for group, seconds in record["seconds"].items()
+            }
+            for record in known
+        }
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"known: expected records of measured products: {error!r}") from error
+
+
+def lines(known: Sequence[Record]) -> Iterator[str]:
+    """Yields who multiplies, and the time of this library's products over that of cuBLAS, for each layer."""
+    said: dict[str, list[str]] = {}
+    for record in sorted(known, key=lambda record: record["rows"]):
+        of = f"{record['direction']} {record['d_in']} -> {record['d_out']}, {record['dtype']}"
+        cublas, *own = record["seconds"].values()
+        ratio = f" ({min(own) / cublas:.2f})" if own else ""
+        library = "mlora" if own and min(own) < cublas else "cublas"
+        said.setdefault(of, []).append(f"{library}{ratio} at {record['rows']} rows")
+    for of, choices in said.items():
+        yield f"{of}: {', '.join(choices)}"
+
+
 @cache
-def _serves(device: torch.device) -> bool:
+def serves(device: torch.device) -> bool:
     """Whether a device has own products."""
     return OPS.cuda_has_own_products.default(torch.empty(0, device=device))  # type: ignore[no-any-return]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from .gpu_base_gemm import Library
+from .gpu_base_gemm import Library, serves
 
 if TYPE_CHECKING:
     from .interface import GpuOperator
@@ -95,11 +95,15 @@ def use_gpu_base_gemm(library: Library | None) -> None:
             None: the faster one for each shape, measured at its first call; the default.
 
     Raises:
-        ValueError: there is no such library, or this installation has no backend `cuda`.
+        ValueError: there is no such library, or this installation or GPU does not have it.
     """
     if library not in (None, *get_args(Library)):
         raise ValueError(f"base_gemm: expected cublas, mlora or None, got {library!r}")
-    gpu_operator("cuda").base_gemm.library = library  # type: ignore[attr-defined]
+    operator = gpu_operator("cuda")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if library == "mlora" and not serves(device):
+        raise ValueError("base_gemm: 'mlora' needs a GPU of sm_90 and a build for it; take 'cublas'")
+    operator.base_gemm.library = library  # type: ignore[attr-defined]
 
 
 def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:

@@ -253,7 +253,7 @@ def test_layers_that_share_x(
     ("change", "message"),
     [
         ({"plan": torch.zeros(9, 3, dtype=torch.int32)}, "plan: expected 4 columns"),
-        ({"plan": torch.zeros(9, 4, dtype=torch.int32)}, r"plan: expected 1 \+ 1 \+ 1 rows, got 9"),
+        ({"plan": torch.zeros(4, 4, dtype=torch.int32)}, r"plan: expected 1 \+ 1 \+ 1 rows, got 4"),
         ({"a": torch.zeros(3).half()}, "a_table: expected matrices of dtype Float .that of x. or Float"),
         ({"a_table": torch.zeros(2, 8, dtype=torch.int64)}, "a_table: expected 1 rows, got 2"),
         ({"scaling": torch.ones(1).double()}, "scaling: expected a contiguous Float tensor"),

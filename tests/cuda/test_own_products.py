@@ -1,5 +1,6 @@
 """The operator whose frozen products have the low-rank part inside, in the emulator."""
 
+import json
 from collections.abc import Callable, Iterator
 
 import emulated
@@ -236,6 +237,26 @@ def test_the_faster_of_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> N
     assert group(3000, 4096) == 0
     choice.library = "mlora"
     assert group(9, 1024) == 8
+
+
+def test_shapes_that_are_measured() -> None:
+    weights = [torch.empty(16, 8, dtype=torch.bfloat16)] * 2
+    weights += [torch.empty(16, 8), torch.empty(16, 9, dtype=torch.float16)]
+    found = gpu_base_gemm.shapes_of(weights)
+    assert {shape[1:2] + shape[3:] for shape in found} == {("bfloat16", 8, 16)}
+    rows = [512, 1024, 2048, 4096, 8192, 16384]
+    assert [shape.rows for shape in found] == rows * 2
+    assert {shape.direction for shape in found} == {"forward", "backward"}
+
+
+def test_what_was_measured_can_be_learnt() -> None:
+    first, other = (GpuBaseGemm(lambda shape, device: lambda group: None) for _ in range(2))
+    first.times = {shape_of("forward", 512, 64, 32): {0: 1.0, 4: 0.9}}
+    other.learn(json.loads(json.dumps(first.known())))
+    assert other.times == first.times
+    for damaged in ({}, {"direction": "forward"}, 3):
+        with pytest.raises(ValueError, match="expected records"):
+            other.learn([damaged])
 
 
 def test_a_library_that_is_not_there() -> None:

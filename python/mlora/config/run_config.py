@@ -111,10 +111,11 @@ class RunConfig(Strict):
         description="Whether to recompute each block in the backward pass instead of keeping its "
         "activations.",
     )
-    base_gemm: Literal["aten", "onednn"] | None = Field(
+    base_gemm: Literal["aten", "onednn", "cublas", "mlora"] | None = Field(
         default=None,
-        description="Library that multiplies by the frozen weights on a CPU; null: the faster one, measured "
-        "by the machine's first run. Rounding depends on it.",
+        description="Library that multiplies by the frozen weights: `aten` or `onednn` on a CPU; on an "
+        "sm_90 GPU in 16 bits `cublas`, or `mlora`, whose products have the low-rank part inside. null: the "
+        "faster one, measured by the machine's first run, on a GPU for each shape. Rounding depends on it.",
     )
     pack_base: bool = Field(
         default=False,

@@ -50,6 +50,7 @@ from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
 from mlora.pipeline.trace import Entry
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
+from mlora_ext.backends.gpu_base_gemm import Record, times_of
 from mlora_ext.frozen.base_gemm import base_gemm_of
 from mlora_ext.nn.adapter_weights import neutral_names
 from mlora_ext.nn.interop.quantization_file import warn_of_base
@@ -178,6 +179,7 @@ class Engine(Batcher):
         place = existing_device(device)
         self.dtype, self.seed = dtype, seed
         self._quantization = checked_quantization(quantization)
+        self._gpu_base_gemm: str | None = None
         options = StageOptions(
             place,
             dtype,
@@ -352,21 +354,46 @@ class Engine(Batcher):
 
     @property
     def base_gemm(self) -> str | None:
-        """The library that multiplies by the frozen weights on a CPU: measured, unless it was set.
+        """The library that multiplies by the frozen weights: on a CPU measured, unless it was set.
 
-        Rounding depends on it. The choice holds for the whole process, by dtype; on other devices there is
-        none.
+        On a GPU None, unless it was set: the faster one for each shape, see `measure_base_gemm`. Rounding
+        depends on it. The choice holds for the whole process; on a CPU by dtype.
 
         Raises:
             ValueError: when set to a library that does not serve this model here.
         """
-        return base_gemm_of(self.dtype).get(_name(self.dtype)) if self.device.type == "cpu" else None
+        if self.device.type == "cuda":
+            return self._gpu_base_gemm
+        return base_gemm_of(self.dtype).get(_name(self.dtype))
 
     @base_gemm.setter
     def base_gemm(self, library: str) -> None:
-        if self.device.type != "cpu":
-            raise ValueError(f"base_gemm: there is no choice on {self.device}, got {library!r}; leave it out")
         self._every("base_gemm", dtype=_name(self.dtype), library=library)
+        if self.device.type == "cuda":
+            self._gpu_base_gemm = library
+
+    def measure_base_gemm(self, known: Sequence[Record] = ()) -> list[Record]:
+        """Measures who multiplies faster by this model's frozen weights on a GPU, for each shape.
+
+        All stages take over what is known, such as from an earlier run, and what any of them measures.
+
+        Args:
+            known: what an earlier call returned.
+
+        Returns:
+            All that is known now, as JSON can hold it; empty where there is no choice.
+
+        Raises:
+            ValueError: if `known` is something else.
+        """
+        times_of(known)
+        answers = self._every("base_gemm_times", known=[*known])
+        found = {tuple(record.values())[:-1]: record for answer in reversed(answers) for record in answer}
+        merged = [*found.values()]
+        if merged:
+            self._every("base_gemm_times", known=merged)
+            self.release_memory()
+        return merged
 
     def create_adapter(
         self,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import mlora_ext
 from mlora.data.packing import BASE, PackedRows
+from mlora.engine.base_gemm import base_gemm_times, set_base_gemm_on
 from mlora.engine.put_adapter import lora_of, put_adapter
 from mlora.engine.stage_starts import StageStarts
 from mlora.engine.tied_rows import give_head, pass_rows, rows_to_pass
@@ -43,7 +44,6 @@ from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import Update
 from mlora.pipeline import Hooks
 from mlora.pipeline.trace import Trace
-from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.nn.adapter_weights import neutral_names, scalings, write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
@@ -140,7 +140,8 @@ class StageWorker(Hooks, nn.Module):
             "open_originals": self._starts.open_originals,
             "start_from_weights": self._starts.from_weights,
             "close_originals": self._starts.close_originals,
-            "base_gemm": lambda dtype, library: set_base_gemm({dtype: library}),
+            "base_gemm": lambda dtype, library: set_base_gemm_on(self.device, dtype, library),
+            "base_gemm_times": lambda known: base_gemm_times(self.body, self.device, known),
             "base_bytes": lambda: dataclasses.asdict(self.base.nbytes),
             "memory": lambda: used_memory(self.device),
             "release_memory": lambda: release_memory(self.device),

@@ -1,23 +1,31 @@
-"""The library of the frozen product on a CPU: measured once on a machine, then the same for all its runs."""
+"""The library of the frozen products: measured once on a machine, then the same for all its runs."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from mlora.durable import write_whole
 from mlora.errors import first_line
 from mlora.run.environment import processor
 from mlora.run.reporter import Reporter
+from mlora_ext import _C
+from mlora_ext.backends.gpu_base_gemm import Record, lines, times_of
 from mlora_ext.frozen.base_gemm import serves
+
+if TYPE_CHECKING:
+    from mlora.engine.engine import Engine
 
 
 def base_gemm_of_machine(dtype: torch.dtype, reporter: Reporter) -> str | None:
@@ -37,7 +45,7 @@ def base_gemm_of_machine(dtype: torch.dtype, reporter: Reporter) -> str | None:
     }
     library = None
     try:
-        path = _cache_folder() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+        path = _path(facts)
         if not path.exists():
             library = _faster(dtype)
             _create(path, json.dumps(facts | {"base_gemm": library}, indent=1) + "\n")
@@ -49,10 +57,71 @@ def base_gemm_of_machine(dtype: torch.dtype, reporter: Reporter) -> str | None:
     return library
 
 
+def base_gemm_of_gpu(engine: Engine, reporter: Reporter, *, keep: bool) -> None:
+    """Has an engine on a GPU take the faster library for each shape of its frozen products.
+
+    What was measured stands in a file of the user's cache folder, to which new shapes are added by one run
+    at a time. Without `keep` nothing is written, and `reporter` is told of every choice.
+    """
+    if engine.device.type != "cuda":
+        return
+    facts = {
+        "gpu": torch.cuda.get_device_name(engine.device),
+        "torch": torch.__version__,
+        "mlora": _C.build_info()["version"],
+    }
+    times: list[Record] = []
+    try:
+        path = _path(facts)
+        if not keep:
+            times = engine.measure_base_gemm(_read_times(path))
+            for line in lines(times):
+                reporter.note(f"base_gemm: {line}")
+            return
+        with _alone(path.parent):
+            before = _read_times(path)
+            times = engine.measure_base_gemm(before)
+            if times != before:
+                write_whole(path, (json.dumps(facts | {"times": times}, indent=1) + "\n").encode())
+        if times:
+            reporter.note(f"base_gemm: for each shape as measured here; to measure again, delete {path}")
+    except (OSError, ValueError) as error:  # no home folder, a full disk, a damaged file
+        times = times or engine.measure_base_gemm()
+        reporter.warn(f"base_gemm: measured for this run only: {first_line(error)}")
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits until no other run measures; creates the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _path(facts: Mapping[str, object]) -> Path:
+    """Returns the file of a machine's choices; OSError if the user has no home."""
+    return _cache_folder() / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+
+
+def _read_times(path: Path) -> list[Record]:
+    """Returns what a file holds of a GPU, nothing if there is none; ValueError if it is damaged."""
+    if not path.exists():
+        return []
+    with suppress(ValueError, TypeError, KeyError):
+        times: list[Record] = json.loads(path.read_bytes())["times"]
+        times_of(times)
+        return times
+    raise ValueError(f"{path} is damaged; delete it")
+
+
 def _cache_folder() -> Path:
-    """Returns where the XDG specification puts a user's caches; RuntimeError if the user has no home."""
+    """Returns where the XDG specification puts a user's caches; OSError if the user has no home."""
     root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()) / "mlora" / "base_gemm"
+    try:
+        return (Path(root) if os.path.isabs(root) else Path("~/.cache").expanduser()) / "mlora" / "base_gemm"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
 
 
 def _read(path: Path) -> str:

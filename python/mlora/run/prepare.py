@@ -35,7 +35,7 @@ from mlora.queue.submission import submitted
 from mlora.run.callback_factory import check_callbacks
 from mlora.run.decisions import Decisions
 from mlora.run.inputs import check_inputs, check_sweep, inputs_of_sweep
-from mlora.run.machine_choice import base_gemm_of_machine
+from mlora.run.machine_choice import base_gemm_of_gpu, base_gemm_of_machine
 from mlora.run.preflight import check_blocks, check_folders
 from mlora.run.reporter import Reporter
 from mlora.run.stages import Member, loading_fault, stage_0
@@ -135,6 +135,8 @@ def prepare(
             engine = make_engine(config, tasks or trials, member, trace)
             unless_prepared.callback(engine.close)
             loaded, placed = (_used_by_base(engine), engine.base_bytes()) if measure else (0, [])
+            if config.base_gemm is None:
+                base_gemm_of_gpu(engine, reporter, keep=not measure)
             memory = limit_memory(config, engine, earlier)
             folder = RunFolder(config.output_dir)
             if isinstance(engine, FullEngine):

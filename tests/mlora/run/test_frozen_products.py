@@ -3,17 +3,19 @@
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mlora import train
 from mlora.config.config_file import load_config, resolve_config
+from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.run import machine_choice
-from mlora.run.machine_choice import base_gemm_of_machine
+from mlora.run.machine_choice import base_gemm_of_gpu, base_gemm_of_machine
 from tiny_run import losses, run_data
 
 from mlora_ext.frozen import base_gemm as gemm
@@ -81,6 +83,76 @@ def test_a_choice_that_cannot_be_kept_is_the_run_s_own(own_cache: Path) -> None:
     assert re.search(r"measured for this run only: \[Errno 20\] Not a directory|File exists", told())
 
 
+def record(rows: int, own: float) -> dict[str, Any]:
+    """Of a product for which cuBLAS takes one second."""
+    of = {"direction": "forward", "dtype": "bfloat16", "rows": rows, "d_in": 64, "d_out": 32}
+    return {**of, "seconds": {"0": 1.0, "4": own}}
+
+
+class OnAGPU:
+    """Stands in for an engine on a GPU, and for those that measure there."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *answers: list[dict[str, Any]]) -> None:
+        self.answers = answers
+        self.known: list[list[dict[str, Any]]] = []
+
+    def measure_base_gemm(self, known: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        self.known.append([*known])
+        return self.answers[len(self.known) - 1]
+
+
+def told_of_gpu(engine: OnAGPU, keep: bool = True) -> list[str]:
+    base_gemm_of_gpu(engine, heard := Watching(), keep=keep)  # type: ignore[arg-type]
+    return heard.lines
+
+
+def test_what_was_measured_on_a_gpu_serves_all_runs_there(
+    monkeypatch: pytest.MonkeyPatch, own_cache: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    first, both = [record(512, 1.04)], [record(512, 1.04), record(1024, 0.9)]
+    choices = "forward 64 -> 32, bfloat16: cublas (1.04) at 512 rows, mlora (0.90) at 1024 rows"
+    engine = OnAGPU(both, first, both, both, both)
+    assert told_of_gpu(engine, keep=False) == [f"base_gemm: {choices}"]
+    assert not own_cache.exists()
+    (line,) = told_of_gpu(engine)
+    (file,) = own_cache.glob("*.json")
+    assert line == f"base_gemm: for each shape as measured here; to measure again, delete {file}"
+    told_of_gpu(engine)
+    told_of_gpu(engine)
+    assert engine.known == [[], [], first, both], "new shapes are added"
+    file.write_text('{"times": [{"rows": 3}]}')
+    assert told_of_gpu(engine) == [f"base_gemm: measured for this run only: {file} is damaged; delete it"], (
+        "and nothing is written over it"
+    )
+    assert file.read_text() == '{"times": [{"rows": 3}]}'
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another GPU")
+    told_of_gpu(other := OnAGPU([]))
+    assert other.known == [[]]
+    assert len([*own_cache.glob("*.json")]) == 1, "where there is no choice there is no file"
+
+
+def test_all_stages_know_what_one_has_measured(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, stages = [], iter([[record(512, 0.9)], [record(512, 1.1), record(1024, 0.8)], [], []])
+
+    def times(model: object, device: torch.device, given: list) -> list[dict[str, Any]]:
+        known.append(given)
+        return next(stages)
+
+    monkeypatch.setattr("mlora.engine.stage_worker.base_gemm_times", times)
+    with Engine(str(tiny_base), device="cpu", stages=2) as engine:
+        found = engine.measure_base_gemm([record(2048, 2.0)])
+    assert sorted(one["rows"] for one in found) == [512, 1024]
+    assert known == [[record(2048, 2.0)]] * 2 + [found] * 2, "of two measurements all take the same"
+
+
+def test_a_cpu_has_no_choice_by_shape(tiny_base: Path) -> None:
+    with Engine(str(tiny_base), device="cpu") as engine:
+        assert engine.measure_base_gemm() == []
+
+
 def test_what_is_measured_is_what_the_operators_offer() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert machine_choice._faster(dtype) in ("aten", "onednn")
@@ -116,7 +188,7 @@ def test_a_base_gemm_that_does_not_serve_is_refused(
     def choose(choices: dict[str, str]) -> None:
         raise ValueError(f"base_gemm: {choices['float32']!r} for float32: not on this processor; use 'aten'")
 
-    monkeypatch.setattr("mlora.engine.stage_worker.set_base_gemm", choose)
+    monkeypatch.setattr("mlora.engine.base_gemm.set_base_gemm", choose)
     with pytest.raises(RunError, match=r"^base_gemm: 'onednn' for float32: not on this"):
         train(resolve_config(run_data(tiny_base, tmp_path, base_gemm="onednn"), folder=tmp_path))
     assert not (tmp_path / "run").exists()
