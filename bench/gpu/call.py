@@ -71,7 +71,8 @@ def phases(kit: Path, processes: int) -> Iterator[Phase]:
     """Yields all phases, in their order.
 
     Args:
-        kit: the folder whose variants are timed in turn: base, the others, base again.
+        kit: the folder whose variants are timed in turn: base, the others, base again; base with products of
+            its own, too.
         processes: for tests; 1 where pytest-xdist is missing.
     """
     tests = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # so that cuBLAS repeats its bits
@@ -90,11 +91,13 @@ def phases(kit: Path, processes: int) -> Iterator[Phase]:
     )  # fmt: skip
     timed = sorted(path.parts[-3] for path in (kit / "variants").glob("*/mlora_ext/libmlora_ops.so"))
     others = [name for name in timed if name != "base"]
-    for name in ["base", *others, *(["base"] if others else [])]:
+    runs = [("base", "mlora"), ("base", "cublas"), *((name, None) for name in others)]
+    for name, library in [*runs, *([("base", "cublas")] if others else [])]:
         yield Phase(
             "launches", 75, "launches.log", "^(library|mixed|all) .*",
             f"bench/gpu_launches.py --json {{out}}/launches.jsonl "
-            f"--library {{kit}}/variants/{name}/mlora_ext/libmlora_ops.so",
+            f"--library {{kit}}/variants/{name}/mlora_ext/libmlora_ops.so"
+            + (f" --base-gemm {library}" if library else ""),
             "bench/gpu_launches.py --json {out}/launches.jsonl --dry",
         )  # fmt: skip
     yield Phase(
@@ -103,6 +106,13 @@ def phases(kit: Path, processes: int) -> Iterator[Phase]:
         "--models llama-2-7b llama-3-70b --time-limit {seconds} --commit '{commit}' --out {out}",
         "bench/suite.py fused linears adapters decoder --quick --rounds 1 --layouts balanced --threads 1 "
         "--device cpu --time-limit {seconds} --commit '{commit}' --out {out}",
+    )  # fmt: skip
+    yield Phase(
+        "suite", 60, "suite.log", "^(seven linears|FAILED|skipped|out of time) .*",
+        "bench/suite.py fused linears --base-gemm cublas --device cuda --models llama-2-7b "
+        "--time-limit {seconds} --commit '{commit}' --out {out}/cublas",
+        "bench/suite.py linears --quick --rounds 1 --layouts balanced --threads 1 --device cpu "
+        "--time-limit {seconds} --commit '{commit}' --out {out}/cublas",
     )  # fmt: skip
     yield Phase(
         "captured step", 60, "checks.log", "^captured.*", "bench/gpu_graph.py", "bench/gpu_graph.py --dry"

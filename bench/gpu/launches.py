@@ -160,6 +160,7 @@ def main() -> None:
     parser = documented_parser(__doc__)
     parser.add_argument("--rows", type=int, default=8192, help="of a batch, over all adapters")
     parser.add_argument("--library", type=Path, help="of another build, in its package's folder")
+    parser.add_argument("--base-gemm", choices=["cublas", "mlora"], help="who multiplies by frozen weights")
     parser.add_argument("--json", type=Path, help="file to which each case's result is added")
     parser.add_argument("--out", help="name in results/")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on a CPU")
@@ -169,12 +170,15 @@ def main() -> None:
         parser.exit(1, f"{parser.prog}: this torch sees no CUDA device\n")
     if arguments.library:
         sys.path.insert(0, str(arguments.library.resolve().parents[1]))
+    import mlora_ext as mx
     from mlora_ext.library import LIBRARY
 
     if arguments.library and not LIBRARY.samefile(arguments.library):
         parser.exit(1, f"{parser.prog}: --library: expected {LIBRARY.name} in the folder of its package\n")
+    if arguments.base_gemm and not arguments.dry:
+        mx.use_gpu_base_gemm(arguments.base_gemm)
     about = ", ".join(f"{key} {value}" for key, value in machine.describe().items())
-    text = [about, f"library {LIBRARY}", ""]
+    text = [about, f"library {LIBRARY}, frozen products by {arguments.base_gemm or 'the faster one'}", ""]
     print("\n".join(text), flush=True)
     results = []
     for case in [*CASES, *EQUAL_SUMS]:

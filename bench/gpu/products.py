@@ -26,7 +26,7 @@ from shared.command_line import documented_parser
 
 from gpu.jobs import Jobs, serve
 
-TILE, RANKS = 128, [8, 16, 32, 64] * 2
+TILE, RANKS, PITCH = 128, [8, 16, 32, 64] * 2, 64
 # forward, stored masks, blocks of a cluster; the safest first
 KEYS = [[1, 0, 1], [1, 0, 2], [0, 0, 1], [0, 0, 2], [0, 1, 2]]
 SHAPES = [(4096, 4096), (4096, 11008), (11008, 4096), (8192, 28672)]
@@ -50,9 +50,9 @@ class Data(NamedTuple):
     Attributes:
         rows, weight: `[T, depth]`, W `[O, D]`.
         s: `[T, R]`, zeros from an adapter's rank on.
-        page: the factors below each other, each padded to 16 rows.
+        page: the factors below each other, each at a multiple of `PITCH` rows.
         owners: adapter of each row.
-        places: first row in the page and rank, of each adapter.
+        factors: a table with the rank of each adapter, as csrc/cuda/factor.h says.
         starts, parts: of each tile of rows its runs of one adapter, as csrc/cuda/plan.h says.
         p, keep: dropout of each adapter, and bits of the kept columns.
         out: `[T, d]`.
@@ -63,7 +63,7 @@ class Data(NamedTuple):
     s: Any
     page: Any
     owners: list[int]
-    places: Any
+    factors: Any
     starts: Any
     parts: Any
     p: Any
@@ -112,13 +112,11 @@ class Worker:
         torch, half = self.torch, self.half
         depth, columns = (d_in, d_out) if forward else (d_out, d_in)
         owners = [min(row * len(RANKS) // rows, len(RANKS) - 1) for row in range(rows)]
-        places, blocks, first = [], [], 0
-        for rank in RANKS:
-            block = torch.zeros(-(-rank // 16) * 16, columns, **half)
-            block[:rank] = torch.randn(rank, columns, **half) / rank**0.5
-            places.append((first, rank))
-            blocks.append(block)
-            first += len(block)
+        page = torch.zeros(len(RANKS), PITCH, columns, **half)
+        factors = torch.zeros(len(RANKS), 8, dtype=torch.int64, device=self.device)
+        for adapter, rank in enumerate(RANKS):
+            page[adapter, :rank] = torch.randn(rank, columns, **half) / rank**0.5
+            factors[adapter, 3] = rank
 
         def table(values: Any) -> Any:
             return torch.tensor(values, dtype=torch.int32, device=self.device)
@@ -132,7 +130,7 @@ class Worker:
         weight = torch.randn(d_out, d_in, **half) / depth**0.5
         p, out = torch.full((len(RANKS),), 0.1, device=self.device), torch.empty(rows, columns, **half)
         x = torch.randn(rows, depth, **half)
-        return Data(x, weight, s, torch.cat(blocks), owners, table(places), starts, parts, p, keep, out)
+        return Data(x, weight, s, page, owners, factors, starts, parts, p, keep, out)
 
     def want(self, data: Data, key: Sequence[int], low_rank: int) -> Any:
         """The result with fp32 sums."""
@@ -143,9 +141,9 @@ class Worker:
             return want
         low = torch.zeros_like(want)
         for row, count, adapter, _ in data.parts.tolist():
-            first, rank = data.places[adapter].tolist()
+            rank = RANKS[adapter]
             low[row : row + count] = (
-                data.s[row : row + count, :rank].float() @ data.page[first : first + rank].float()
+                data.s[row : row + count, :rank].float() @ data.page[adapter, :rank].float()
             )
         if masks:
             column = torch.arange(want.shape[1], device=self.device)
@@ -179,7 +177,7 @@ class Worker:
             ctypes.c_bool(bool(forward)), at(data.rows), at(data.weight), at(data.out),
             ctypes.c_int64(len(data.rows)), d_in, d_out,
             at(data.starts) if low_rank else nothing, at(data.parts), at(data.s), data.s.shape[1],
-            at(data.page), len(data.page), at(data.places),
+            at(data.page), len(RANKS), PITCH, at(data.factors),
             at(data.p) if masks else nothing, at(data.keep) if masks else nothing,
             cluster, group, blocks,
         )  # fmt: skip

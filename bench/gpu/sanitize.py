@@ -18,6 +18,7 @@ from torch import Tensor
 
 import mlora_ext as mx
 from mlora_ext.backends import one_layer
+from mlora_ext.backends.gpu_base_gemm import Library, serves
 from mlora_ext.backends.interface import Layer
 from mlora_ext.frozen.plain import PlainWeight
 
@@ -101,6 +102,12 @@ def wrong(found: list[Tensor], exact: list[Tensor], allowed: float) -> list[str]
     ]
 
 
+def libraries(backend: str, dtype: torch.dtype) -> list[Library | None]:
+    """Who may make the frozen products; None: there is no choice."""
+    own = backend == "cuda" and dtype.itemsize == 2 and serves(torch.device("cuda"))
+    return ["cublas", "mlora"] if own else [None]
+
+
 def main() -> int:
     """Run every backend that this build has; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -118,12 +125,16 @@ def main() -> int:
             inputs = random_inputs(shape, dtype, device)
             with mx.use_backend("reference"):
                 exact = results(shape, torch.float64, p, inputs)
-            with mx.use_backend(backend):  # type: ignore[arg-type]
-                faults = wrong(results(shape, dtype, p, inputs), exact, ALLOWED[dtype])
-            ran += 1
-            failed += bool(faults)
-            for fault in faults or ["right"]:
-                print(f"{backend}, {dtype}, p={p}, {shape[0]} rows: {fault}", flush=True)
+            for library in libraries(backend, dtype):
+                with mx.use_backend(backend):  # type: ignore[arg-type]
+                    if library:
+                        mx.use_gpu_base_gemm(library)
+                    faults = wrong(results(shape, dtype, p, inputs), exact, ALLOWED[dtype])
+                ran += 1
+                failed += bool(faults)
+                for fault in faults or ["right"]:
+                    how = ", ".join(filter(None, (backend, library)))
+                    print(f"{how}, {dtype}, p={p}, {shape[0]} rows: {fault}", flush=True)
         for dtype in ALLOWED if backend == "cuda" else ():
             together, alone = shared_results(dtype, device)
             same = all(map(torch.equal, together, alone))

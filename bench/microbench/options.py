@@ -13,6 +13,7 @@ import torch
 from linear.layouts import LAYOUTS
 from shared.shapes import MODELS
 
+import mlora_ext as mx
 from microbench.settings import BACKENDS, Settings, available
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,6 +57,7 @@ def parser(program: str, about: str, sections: Iterable[str]) -> argparse.Argume
     add("--device", help="cpu, cuda or cuda:<index>; default: cuda if there is one")
     add("--dtype", nargs="+", choices=DTYPES, help="default: bfloat16, on a CPU float32 too")
     add("--backend", nargs="+", choices=["reference", "cpu", "triton", "cuda"], help="default: all there are")
+    add("--base-gemm", choices=["cublas", "mlora"], help="on sm_90; default: the faster one for each shape")
     add("--models", nargs="+", choices=MODELS, help="default: the five real ones, on a CPU tinyllama")
     add("--rows", nargs="+", type=positive, help="of a batch, over all adapters; default: 8192, on a CPU 512")
     add("--adapters", nargs="+", type=positive, help="how many; default: 8, in `adapters` 1 to 64")
@@ -113,6 +115,8 @@ def complete(options: argparse.Namespace) -> tuple[Settings, dict[str, str]]:
     if device.type not in BACKENDS or (device.type == "cuda" and not torch.cuda.is_available()):
         raise ValueError(f"--device: expected a device that this torch sees, got {device}")
     cpu = device.type == "cpu"
+    if options.base_gemm:
+        mx.use_gpu_base_gemm(options.base_gemm)
     reasons = {name: available(name, device) for name in options.backend or BACKENDS[device.type]}
     missing = {name: reason for name, reason in reasons.items() if reason is not None}
     if missing and options.backend:
@@ -133,5 +137,6 @@ def complete(options: argparse.Namespace) -> tuple[Settings, dict[str, str]]:
         rounds=options.rounds or (2 if options.quick else 15),
         quick=options.quick,
         check=options.check,
+        base_gemm=options.base_gemm,
     )
     return settings, {f"backend {name}": reason for name, reason in missing.items()}

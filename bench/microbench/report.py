@@ -12,6 +12,8 @@ from shared.tables import cell, dtype_name
 
 from microbench.entries import FROZEN
 from microbench.settings import Findings, Settings
+from mlora_ext.backends import gpu_base_gemm
+from mlora_ext.backends.selection import gpu_operator
 
 
 def header(device: str) -> str:
@@ -126,7 +128,11 @@ def result(
         "device": str(settings.device),
         "dtypes": [dtype_name(dtype) for dtype in settings.dtypes],
     }
-    place = {"architecture": _architecture(settings.device)} if settings.device.type == "cuda" else {}
+    place: dict[str, Any] = {}
+    if settings.device.type == "cuda":
+        place["architecture"] = _architecture(settings.device)
+        if "cuda" in settings.backends:
+            place["base_gemm"] = [*gpu_base_gemm.lines(gpu_operator("cuda").base_gemm.known())]  # type: ignore[attr-defined]
     return {
         "machine": {**machine, **place},
         "settings": options,

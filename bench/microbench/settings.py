@@ -34,6 +34,7 @@ class Settings:
         rounds: timed turns of each contender.
         quick: tiny sizes, to try the suite and not the machine.
         check: compare every contender at every shape that is timed.
+        base_gemm: who makes the frozen products of `cuda`; None: the faster one.
     """
 
     device: torch.device
@@ -47,6 +48,7 @@ class Settings:
     rounds: int = 15
     quick: bool = False
     check: bool = False
+    base_gemm: str | None = None
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -16,17 +16,19 @@ from mlora_ext.backends.interface import Layer
 from mlora_ext.backends.selection import gpu_operator
 from mlora_ext.frozen.plain import PlainWeight
 
+EMULATED = pytest.mark.parametrize("backend", ["cuda with own products"], indirect=True)
 HALVES = [torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def own_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(
+    params=["cuda with own products", pytest.param("cuda with own products on a GPU", marks=pytest.mark.gpu)],
+    autouse=True,
+)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All memory that PyTorch hands out is full of NaN."""
     torch.use_deterministic_algorithms(True)
-    with serving("cuda", monkeypatch):
-        mx.use_gpu_base_gemm("mlora")
+    with serving(request.param, monkeypatch):
         yield
-        mx.use_gpu_base_gemm(None)
 
 
 @pytest.fixture
@@ -57,6 +59,7 @@ def test_stored_masks(saved_masks: None) -> None:
     assert_right(make([8, 20], [130, 61], [1, 0], dtype=torch.bfloat16, d_in=136, d_out=72, p=[0.3, 0.0]))
 
 
+@EMULATED
 def test_contiguous_b_and_strided_rows() -> None:
     case = make([4, 24], [90, 60], [0, 1], dtype=torch.bfloat16, d_in=72, d_out=80, p=0.2)
     case.lora_b = [b.detach().contiguous().requires_grad_() for b in case.lora_b]
@@ -64,6 +67,7 @@ def test_contiguous_b_and_strided_rows() -> None:
     assert launches_of(lambda: assert_right(case)).count("product") == 2
 
 
+@EMULATED
 def test_launches() -> None:
     """No more than with cuBLAS, whatever the adapters."""
     for adapters in (1, 40):
@@ -153,6 +157,7 @@ def odd_addresses(case: Case) -> None:
     case.dy = torch.randn(1 + 98 * 24).to(case.x.dtype)[1:].view(98, 24)
 
 
+@EMULATED
 @pytest.mark.parametrize("change", [odd_width, transposed_weight, odd_addresses])
 def test_what_is_not_served_goes_the_other_way(change: Callable[[Case], None]) -> None:
     case = make([5, 16], [37, 61], [0, 1], dtype=torch.bfloat16, p=0.2)
@@ -187,6 +192,18 @@ def shape_of(direction: str, rows: int, d_in: int, d_out: int) -> Shape:
     return Shape(direction, "bfloat16", rows, d_in, d_out)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda with own products on a GPU"], indirect=True)
+def test_a_shape_is_measured_on_a_gpu() -> None:
+    choice = gpu_operator("cuda").base_gemm
+    shapes = [shape_of(direction, 512, 256, 128) for direction in ("forward", "backward")]
+    choice.measure(shapes, torch.device("cuda"))
+    for shape in shapes:
+        assert set(choice.times[shape]) == {0, *GROUPS}
+        assert all(0 < seconds < 1 for seconds in choice.times[shape].values())
+
+
+@EMULATED
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_trial_runs_every_candidate(direction: str) -> None:
     run = gpu_operator("cuda")._trial(shape_of(direction, 200, 72, 40), torch.device("cpu"))
@@ -202,6 +219,7 @@ class OnAGPU(torch.Tensor):
     is_cuda = True
 
 
+@EMULATED
 def test_the_faster_of_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     capturing, asked = False, []
@@ -239,6 +257,7 @@ def test_the_faster_of_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> N
     assert group(9, 1024) == 8
 
 
+@EMULATED
 def test_shapes_that_are_measured() -> None:
     weights = [torch.empty(16, 8, dtype=torch.bfloat16)] * 2
     weights += [torch.empty(16, 8), torch.empty(16, 9, dtype=torch.float16)]
@@ -249,6 +268,7 @@ def test_shapes_that_are_measured() -> None:
     assert {shape.direction for shape in found} == {"forward", "backward"}
 
 
+@EMULATED
 def test_what_was_measured_can_be_learnt() -> None:
     first, other = (GpuBaseGemm(lambda shape, device: lambda group: None) for _ in range(2))
     first.times = {shape_of("forward", 512, 64, 32): {0: 1.0, 4: 0.9}}
@@ -259,6 +279,7 @@ def test_what_was_measured_can_be_learnt() -> None:
             other.learn([damaged])
 
 
+@EMULATED
 def test_a_library_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="base_gemm: expected cublas, mlora or None, got 'mkl'"):
         mx.use_gpu_base_gemm("mkl")

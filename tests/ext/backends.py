@@ -25,6 +25,7 @@ BACKENDS = [
     "cuda",
     pytest.param("triton on a GPU", marks=pytest.mark.gpu),
     pytest.param("cuda on a GPU", marks=pytest.mark.gpu),
+    pytest.param("cuda with own products on a GPU", marks=pytest.mark.gpu),
 ]
 SMALL_TABLE = 4
 
@@ -97,6 +98,7 @@ def serving(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     tables of segments spare them most of the programs that have nothing to do.
     """
     name, _, where = what.partition(" on a ")
+    name, _, own = name.partition(" with ")
     if where == "GPU" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     if name != "cpu" and not where:
@@ -109,9 +111,15 @@ def serving(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
         quick_interpreter(monkeypatch)
     if name == "cuda" and not where:
         load_emulator()
+    if own and where and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("own products are of sm_90")
     torch.set_default_device("cuda" if where == "GPU" else None)
     try:
         with mx.use_backend(name):
+            if own:
+                mx.use_gpu_base_gemm("mlora")
             yield name
     finally:
         torch.set_default_device(None)
+        if own:
+            mx.use_gpu_base_gemm(None)
