@@ -21,7 +21,8 @@ PlanTensors = tuple[Tensor | None, ...]
 Wanted = tuple[bool, bool, bool]
 """Whether dx, dA and dB are wanted."""
 Saved = tuple[Tensor, ...]
-"""What backward needs of forward beside x and the weights: s `[L, T, R]`, and perhaps keep bits."""
+"""What backward needs of forward beside x and the weights: s `[L, T, R, perhaps padded]`, and perhaps keep
+bits."""
 
 
 class Layer(NamedTuple):

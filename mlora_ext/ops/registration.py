@@ -36,14 +36,18 @@ _FAKE = (
 def _cuda_forward(x, weight, bias, lora_a, lora_b, *rest):  # type: ignore[no-untyped-def]
     layer, plan = Layer(PlainWeight.of(weight), weight, bias), rest[: len(PLAN)]
     (y,), saved = one_layer.forward_of(_of_device(x), x, [layer], lora_a, [lora_b], plan, masks=False)
-    return y, saved[0][0]
+    s = saved[0][0]
+    widest = max((len(a) for a in lora_a), default=0)
+    return y, s if s.shape[1] == widest else s[:, :widest].contiguous()  # `cuda` pads rows of s
 
 
 def _cuda_backward(dy, x, weight, lora_a, lora_b, s, *rest):  # type: ignore[no-untyped-def]
     plan, wanted = rest[: len(PLAN)], rest[len(PLAN) : -1]
-    layer = Layer(PlainWeight.of(weight), weight)
+    backend, layer = _of_device(x), Layer(PlainWeight.of(weight), weight)
+    if backend == "cuda" and x.element_size() == 2:
+        s = torch.nn.functional.pad(s, (0, -s.shape[1] % 8))
     dx, da, (db,) = one_layer.backward_of(
-        _of_device(x), [dy], x, [layer], lora_a, [lora_b], (s.unsqueeze(0),), plan, wanted
+        backend, [dy], x, [layer], lora_a, [lora_b], (s.unsqueeze(0),), plan, wanted
     )
     return x.new_empty(0) if dx is None else dx, da, db
 

@@ -139,6 +139,7 @@ def test_a_graphs_kernel_with_adapters_of_two_dtypes(
     x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
     with torch.no_grad():
         y, s = registration._cuda_forward(x, weight, bias, lora_a, lora_b, *plan, None)
+        assert (s.shape, s.is_contiguous()) == ((11, 7), True), "as the fake kernel says"
         dx, da, db = registration._cuda_backward(
             case.dy, x, weight, lora_a, lora_b, s, *plan, True, True, True, None
         )
