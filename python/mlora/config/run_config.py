@@ -113,9 +113,8 @@ class RunConfig(Strict):
     )
     base_gemm: Literal["aten", "onednn", "cublas", "mlora"] | None = Field(
         default=None,
-        description="Library that multiplies by the frozen weights: `aten` or `onednn` on a CPU; on an "
-        "sm_90 GPU in 16 bits `cublas`, or `mlora`, whose products have the low-rank part inside. null: the "
-        "faster one, measured by the machine's first run, on a GPU for each shape. Rounding depends on it.",
+        description="Library that multiplies by the frozen weights, `cublas` and `mlora` on sm_90 GPUs in 16 "
+        "bits; null: the faster one, measured once. Rounding depends on it.",
     )
     pack_base: bool = Field(
         default=False,
