@@ -12,7 +12,8 @@
 extern "C" int mlora_product(bool forward, const void* rows, const void* weight, void* out,
                              int64_t rows_total, int d_in, int d_out, const int32_t* starts,
                              const void* parts, const void* s, int ranks, const void* page, int adapters,
-                             int pitch, const void* factors, const float* p, const uint32_t* keep, int cluster, int group,
+                             int pitch, const void* factors, const float* p, const int64_t* rng,
+                             const int64_t* layer, const uint32_t* keep, int cluster, int group,
                              int multiprocessors, void* stream) {
   using namespace mlora;
   using namespace mlora::cuda;
@@ -26,7 +27,7 @@ extern "C" int mlora_product(bool forward, const void* rows, const void* weight,
   arguments.parts = {starts, static_cast<const Tile*>(parts)};
   arguments.s = {s, ranks, true};
   arguments.factor = {{page, columns, true}, static_cast<const FactorRow*>(factors), adapters, pitch};
-  arguments.dropout.p = p;
+  arguments.dropout = {p, rng, layer};
   arguments.keep = keep;
   arguments.rows_total = rows_total;
   arguments.d_in = d_in;

@@ -27,8 +27,9 @@ from shared.command_line import documented_parser
 from gpu.jobs import Jobs, serve
 
 TILE, RANKS, PITCH = 128, [8, 16, 32, 64] * 2, 64
-# forward, stored masks, blocks of a cluster; the safest first
-KEYS = [[1, 0, 1], [1, 0, 2], [0, 0, 1], [0, 0, 2], [0, 1, 2]]
+MASKS = ("with low rank", "masks stored", "masks drawn")
+# forward, one of MASKS, blocks of a cluster; the safest first
+KEYS = [[1, 0, 1], [1, 0, 2], [0, 0, 1], [0, 0, 2], [0, 1, 2], [0, 2, 2]]
 SHAPES = [(4096, 4096), (4096, 11008), (11008, 4096), (8192, 28672)]
 ROWS, GROUP, GROUPS = 8192, 8, (4, 16)
 READERS = (8, 16, 24)
@@ -54,7 +55,8 @@ class Data(NamedTuple):
         owners: adapter of each row.
         factors: a table with the rank of each adapter, as csrc/cuda/factor.h says.
         starts, parts: of each tile of rows its runs of one adapter, as csrc/cuda/plan.h says.
-        p, keep: dropout of each adapter, and bits of the kept columns.
+        p, keep: dropout of each adapter, and bits of the kept columns, where masks are stored.
+        rng, layer: of drawn masks: seed and step of each adapter, and the layer's index.
         out: `[T, d]`.
     """
 
@@ -68,6 +70,8 @@ class Data(NamedTuple):
     parts: Any
     p: Any
     keep: Any
+    rng: Any
+    layer: Any
     out: Any
 
 
@@ -130,7 +134,9 @@ class Worker:
         weight = torch.randn(d_out, d_in, **half) / depth**0.5
         p, out = torch.full((len(RANKS),), 0.1, device=self.device), torch.empty(rows, columns, **half)
         x = torch.randn(rows, depth, **half)
-        return Data(x, weight, s, page, owners, factors, starts, parts, p, keep, out)
+        rng = torch.tensor([[3**30 + i, i] for i in range(len(RANKS))], device=self.device)
+        layer = torch.tensor([5], device=self.device)
+        return Data(x, weight, s, page, owners, factors, starts, parts, p, keep, rng, layer, out)
 
     def want(self, data: Data, key: Sequence[int], low_rank: int) -> Any:
         """The result with fp32 sums."""
@@ -145,7 +151,14 @@ class Worker:
             low[row : row + count] = (
                 data.s[row : row + count, :rank].float() @ data.page[adapter, :rank].float()
             )
-        if masks:
+        if masks == 2:
+            from mlora_ext.ops.dropout import philox_mask
+
+            for row, count, adapter, row0 in data.parts.tolist():
+                seed, step = data.rng[adapter].tolist()
+                drawn = {"p": 0.1, "seed": seed, "step": step, "layer": int(data.layer), "row0": row0}
+                low[row : row + count] *= philox_mask(count, want.shape[1], device=self.device, **drawn)
+        elif masks:
             column = torch.arange(want.shape[1], device=self.device)
             bit = (column % 32 // 2 + column % 2 * 16).to(torch.int32)
             low *= data.keep.repeat_interleave(32, 1)[:, : want.shape[1]] >> bit & 1
@@ -178,7 +191,8 @@ class Worker:
             ctypes.c_int64(len(data.rows)), d_in, d_out,
             at(data.starts) if low_rank else nothing, at(data.parts), at(data.s), data.s.shape[1],
             at(data.page), len(RANKS), PITCH, at(data.factors),
-            at(data.p) if masks else nothing, at(data.keep) if masks else nothing,
+            at(data.p) if masks else nothing, at(data.rng), at(data.layer),
+            at(data.keep) if masks == 1 else nothing,
             cluster, group, blocks,
         )  # fmt: skip
         call = self.library(form).mlora_product
@@ -275,7 +289,7 @@ class Worker:
             for low_rank, group in [(0, GROUP), (1, GROUP), *((1, group) for group in GROUPS if key[2] == 2)]:
                 if key[1] and not low_rank:
                     continue
-                what = ("masks stored" if key[1] else "with low rank") if low_rank else "alone"
+                what = MASKS[key[1]] if low_rank else "alone"
                 run = self.product(data, key, low_rank, group=group)
                 data.out.fill_(float("nan"))
                 run()
@@ -378,7 +392,7 @@ class Session:
         good = [list(key) for key, state in states.items() if state == "right"]
         tables = ["right?" if states else "the kit has no product of ours; the vendor's alone"]
         for (forward, masks, cluster), state in states.items():
-            way = f"{'forward' if forward else 'dX'}{', masks' if masks else ''}, cluster {cluster}"
+            way = f"{'forward' if forward else 'dX'}{', ' + MASKS[masks] if masks else ''}, cluster {cluster}"
             tables.append(f"  {way:28} {state}")
         for d_in, d_out in SHAPES:
             for forward in (1, 0):

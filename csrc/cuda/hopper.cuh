@@ -110,8 +110,26 @@ MLORA_DEVICE void barrier_arrive(uint32_t barrier, int rank) {
       "r"(rank)
       : "memory");
 }
-// Until the phase of this parity has ended; the first one has parity 0.
+// Until the phase of this parity has ended; the first one has parity 0. Built with WATCHED, a thread that
+// waits for seconds says where, and ends the launch with an error.
 MLORA_DEVICE void barrier_wait(uint32_t barrier, int parity) {
+#ifdef WATCHED
+  for (int64_t turn = 0; turn < int64_t{1} << 26; ++turn) {
+    uint32_t done;
+    asm volatile(
+        "{ .reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, "
+        "done; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    if (done != 0) {
+      return;
+    }
+  }
+  printf("block %d, thread %d: waits for ever at barrier %u, parity %d\n", block_x(), thread_index(), barrier,
+         parity);
+  __trap();
+#endif
   asm volatile(
       "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; "
       "@done bra through; bra again; through: }" ::"r"(barrier),

@@ -268,7 +268,7 @@ def test_products_dry(
     assert session.failed
     printed = capsys.readouterr().out
     assert re.search("forward, cluster 1 +WRONG", printed)
-    assert re.search("dX, masks, cluster 2 +right", printed)
+    assert re.search("dX, masks stored, cluster 2 +right", printed)
     forward, _, backward = printed.rpartition("right?")[2].partition(", dX: vendor")
     assert "ours, alone, cluster 1, group 8" in backward
     assert "ours, alone, cluster 1, group 8" not in forward
