@@ -71,7 +71,8 @@ def test_intermediate(backend: Backend, dtype: torch.dtype) -> None:
     s = intermediate(backend, case)
     _, plain = mx.ops.reference.lora_linear(*arguments)
     _, oracle = mx.ops.reference.lora_linear(*case.to(torch.float64).operator_arguments())
-    assert_as_exact(s, plain.detach(), oracle.detach(), "s")
+    assert_as_exact(s[:, :9], plain.detach(), oracle.detach(), "s")
+    assert (s[:, 9:] == 0).all(), "a backend may pad"
     assert (s[:6, 3:] == 0).all()
     assert (s[6:10] == 0).all()
 
