@@ -13,8 +13,8 @@ extern "C" int mlora_product(bool forward, const void* rows, const void* weight,
                              int64_t rows_total, int d_in, int d_out, const int32_t* starts,
                              const void* parts, const void* s, int ranks, const void* page, int adapters,
                              int pitch, const void* factors, const float* p, const int64_t* rng,
-                             const int64_t* layer, const uint32_t* keep, int cluster, int group,
-                             int multiprocessors, void* stream) {
+                             const int64_t* layer, const uint32_t* keep, int cluster, int group, int left,
+                             void* stream) {
   using namespace mlora;
   using namespace mlora::cuda;
   const int depth = forward ? d_in : d_out, columns = forward ? d_out : d_in;
@@ -35,7 +35,7 @@ extern "C" int mlora_product(bool forward, const void* rows, const void* weight,
   arguments.ranks = ranks;
   arguments.cluster = cluster;
   arguments.group = group;
-  arguments.multiprocessors = multiprocessors;
+  arguments.left = left;
   return launch_product(arguments, Queue{stream, 0});
 }
 #endif

@@ -171,7 +171,7 @@ class Worker:
         low_rank: int,
         form: str = "",
         group: int = GROUP,
-        blocks: int = 0,
+        left: int = 0,
     ) -> Callable[[], None]:
         """A launch, its arguments packed once."""
         if self.dry:
@@ -193,7 +193,7 @@ class Worker:
             at(data.page), len(RANKS), PITCH, at(data.factors),
             at(data.p) if masks else nothing, at(data.rng), at(data.layer),
             at(data.keep) if masks == 1 else nothing,
-            cluster, group, blocks,
+            cluster, group, left,
         )  # fmt: skip
         call = self.library(form).mlora_product
 
@@ -351,7 +351,7 @@ class Worker:
                 blocks, lambda: torch.mm(data.rows, data.weight.T, out=data.out)
             )
             for key in (key for key in keys if key == [1, 0, 2]):
-                ours = self.product(data, key, 1, blocks=self.blocks - blocks)
+                ours = self.product(data, key, 1, left=blocks)
                 runs[f"ours on the others, {blocks} read"] = both(blocks, ours)
         us = {
             name: 1e6 * t.seconds

@@ -23,7 +23,7 @@ bool is_suited(const ProductArguments& arguments) {
          reinterpret_cast<uintptr_t>(arguments.bias) % 16 == 0 &&
          (alone || (arguments.s.aligned && arguments.factor.rows.aligned && arguments.factor.adapters > 0)) &&
          arguments.d_in > 0 && arguments.d_out > 0 && (arguments.cluster == 1 || arguments.cluster == 2) &&
-         arguments.group > 0;
+         arguments.group > 0 && arguments.left >= 0;
 }
 
 int make_maps(ProductMaps& maps, const ProductArguments& arguments) {
@@ -79,9 +79,7 @@ int launch_product(const ProductArguments& arguments, const Queue& queue) {
   if (arguments.rows_total == 0) {
     return 0;
   }
-  const int there = multiprocessors(queue);
-  const int used =
-      arguments.multiprocessors > 0 && arguments.multiprocessors < there ? arguments.multiprocessors : there;
+  const int used = multiprocessors(queue) - arguments.left;
   ProductMaps maps = {};
   if (const int error = make_maps(maps, arguments); error != 0) {
     return error;

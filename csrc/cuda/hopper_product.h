@@ -49,9 +49,9 @@ struct ProductArguments {
   int d_in;
   int d_out;
   int ranks;
-  int cluster;          // 1, or 2: two blocks share what they read of W
-  int group;            // row tiles of a cluster that stay together, for the L2 cache; at least 1
-  int multiprocessors;  // at most so many are used; 0: all
+  int cluster;  // 1, or 2: two blocks share what they read of W
+  int group;    // row tiles of a cluster that stay together, for the L2 cache; at least 1
+  int left;     // multiprocessors that are left to other launches
 };
 
 int launch_pages(const PageArguments& arguments, const Queue& queue);

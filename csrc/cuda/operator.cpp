@@ -2,6 +2,7 @@
 // memory, launches the kernels and calls the frozen products.
 //
 // Letters: T rows, D = d_in, O = d_out, N adapters, R largest rank, L layers that share x.
+#include "cuda/beside.h"
 #include "cuda/own_products.h"
 
 #ifdef MLORA_EMULATE
@@ -122,7 +123,8 @@ std::tuple<Tensors, Tensor, OptionalTensor> forward(
   partials.allocate(x);
   check_launch(call.queue, launch_shrink(shrink, call.queue), "shrink");
   if (own.serve()) {
-    own.launch(x);
+    own.fill_pages(x);
+    own.launch();
   } else {
     check_launch(call.queue, launch_expand(expand, call.queue), "expand");
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -133,14 +135,15 @@ std::tuple<Tensors, Tensor, OptionalTensor> forward(
 }
 
 // dx, or an empty tensor; gradients go to where the tables say, from `da` and `db` on, or are added there.
-// Without weights `product` holds the sum of dy W, and the low-rank part is added to it.
+// Without weights `product` holds the sum of dy W, and the low-rank part is added to it. `group` as in
+// forward; `left`: multiprocessors on which dA is made beside own products; 0: before them.
 Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, OptionalTensor product,
                 const Tensor& a, const Tensor& a_table, OptionalTensor da, const Tensor& b,
                 const Tensor& b_table, OptionalTensor db, bool a_aligned, bool b_aligned, int64_t max_rank,
                 const Tensor& s, const OptionalTensor& keep, const Tensor& made, int64_t tiles,
                 int64_t splits, int64_t slots, const Tensor& scaling, const OptionalTensor& dropout_p,
                 const OptionalTensor& dropout_rng, const OptionalTensor& layers, bool need_dx, bool add,
-                int64_t group) {
+                int64_t group, int64_t left) {
   const Call call(x, dys.size(), a, a_table, b, b_table, a_aligned, b_aligned, max_rank, made, tiles, splits,
                   scaling, {dropout_p, dropout_rng, layers});
   check_dense(s, "s", 3, call.dtype);
@@ -204,11 +207,24 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
   if (need_ds || db) {
     check_launch(call.queue, launch_read_dy(read_dy, call.queue), "read_dy");
   }
-  if (da || read_x.dx.data != nullptr) {
+  const bool reads_x = da || read_x.dx.data != nullptr;
+  if (own.serve()) {
+    own.fill_pages(x);
+  }
+  if (own.serve() && reads_x && left > 0 && capture_of(call.queue) == 0) {
+    Queue other = {};
+    check_launch(call.queue, begin_beside(call.queue, other), "begin_beside");
+    own.launch(left);
+    const int error = launch_read_x(read_x, other);
+    check_launch(call.queue, end_beside(call.queue, other), "end_beside");
+    check_launch(call.queue, error, "read_x");
+    return dx;
+  }
+  if (reads_x) {
     check_launch(call.queue, launch_read_x(read_x, call.queue), "read_x");
   }
   if (own.serve()) {
-    own.launch(x);
+    own.launch();
   } else {
     for (size_t i = 0; multiplies && i < dys.size(); ++i) {
       add_product(dx, dys[i], weights[i]);

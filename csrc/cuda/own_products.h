@@ -59,22 +59,28 @@ class OwnProducts {
     pages_.out[pages_.layers++] = {nullptr, columns};
   }
 
-  // Fills the pages of factors and makes the products.
-  void launch(const Tensor& like) {
+  // Fills the pages of factors. They live as long as this.
+  void fill_pages(const Tensor& like) {
     const int64_t page_rows = call_.adapters * pages_.pitch;
     int64_t numbers = 0;
     for (int i = 0; i < pages_.layers; ++i) {
       numbers += page_rows * pages_.out[i].columns;
     }
-    const Tensor memory = empty_like_device(like, {numbers}, call_.dtype);
-    char* next = static_cast<char*>(memory.mutable_data_ptr());
+    memory_ = empty_like_device(like, {numbers}, call_.dtype);
+    char* next = static_cast<char*>(memory_->mutable_data_ptr());
     for (int i = 0; i < pages_.layers; ++i) {
       products_[static_cast<size_t>(i)].factor.rows.data = pages_.out[i].data = next;
       next += 2 * page_rows * pages_.out[i].columns;
     }
-    check_launch(call_.queue, launch_pages(pages_, call_.queue), "pages");
+    check_launch(call_.queue, launch_pages(pages_, call_.queue), "page");
+  }
+
+  // Makes the products. Multiprocessors that are left run what another queue launches meanwhile.
+  void launch(int64_t left = 0) {
     for (int i = 0; i < pages_.layers; ++i) {
-      check_launch(call_.queue, launch_product(products_[static_cast<size_t>(i)], call_.queue), "product");
+      ProductArguments& own = products_[static_cast<size_t>(i)];
+      own.left = static_cast<int>(left);
+      check_launch(call_.queue, launch_product(own, call_.queue), "product");
     }
   }
 
@@ -86,6 +92,7 @@ class OwnProducts {
   bool serve_;
   PageArguments pages_ = {};
   std::array<ProductArguments, kMostLayers> products_ = {};
+  OptionalTensor memory_;
 };
 
 }  // namespace mlora::cuda

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..frozen.plain import PlainWeight
 from .factors import factors_of
-from .gpu_base_gemm import GpuBaseGemm, Shape
+from .gpu_base_gemm import CUBLAS, GpuBaseGemm, Shape, Way
 from .interface import Adapters, Layer, PlanTensors, Saved, Wanted
 from .plan import Plan, PlanCache, PlanSizes, describe
 
@@ -38,7 +38,7 @@ class CudaOperator:
         adapters: Adapters,
         plan: PlanTensors,
         masks: bool = True,
-        group: int | None = None,
+        way: Way | None = None,
     ) -> tuple[list[Tensor], Saved]:
         segments, scaling, *dropout = plan
         assert segments is not None
@@ -50,14 +50,14 @@ class CudaOperator:
         if len(weights) < len(layers):
             products = [layer.product.matmul(x, layer.bias) for layer in layers]
             weights, biases = [], []
-        if group is None:
-            group = self.base_gemm.group("forward", x, weights)
+        if way is None:
+            way = self.base_gemm.way("forward", x, weights)
         made = self._plans.get(segments, x.shape[0], scaling.shape[0])
         sizes = made.sizes
         ys, s, keep = OPS.cuda_forward.default(
             x, weights, biases, products, a.first, a.table, b.first, b.table, a.aligned, b.aligned,
             a.max_rank, made.whole, sizes.tiles, sizes.splits, scaling, *dropout,
-            masks and self.saves_masks, group,
+            masks and self.saves_masks, way.group,
         )  # fmt: skip
         return products or ys, (s,) if keep is None else (s, keep)
 
@@ -70,7 +70,7 @@ class CudaOperator:
         saved: Saved,
         plan: PlanTensors,
         wanted: Wanted,
-        group: int | None = None,
+        way: Way | None = None,
     ) -> Tensor | None:
         segments, scaling, *dropout = plan
         assert segments is not None
@@ -84,8 +84,8 @@ class CudaOperator:
                 product = layers[0].product.matmul_dx(dys[0])
                 for layer, dy in zip(layers[1:], dys[1:], strict=True):
                     layer.product.add_matmul_dx(product, dy)
-        if group is None:
-            group = self.base_gemm.group("backward", x, weights) if need_dx else 0
+        if way is None:
+            way = self.base_gemm.way("backward", x, weights) if need_dx else CUBLAS
         made = self._plans.get(segments, x.shape[0], scaling.shape[0])
         sizes = made.sizes
         dx = OPS.cuda_backward.default(
@@ -93,12 +93,12 @@ class CudaOperator:
             b.first, b.table, b.into[0] if need_db and b.into else None, a.aligned, b.aligned, a.max_rank,
             saved[0], saved[1] if len(saved) > 1 else None, made.whole, sizes.tiles, sizes.splits,
             sizes.slots, scaling, *dropout, need_dx, a.add,
-            group,
+            *way,
         )  # fmt: skip
         return (dx if product is None else product) if need_dx else None
 
     @torch.no_grad()
-    def _trial(self, shape: Shape, device: torch.device) -> Callable[[int], object]:
+    def _trial(self, shape: Shape, device: torch.device) -> Callable[[Way], object]:
         """See `gpu_base_gemm.Trial`; draws from a generator of its own."""
         generator = torch.Generator(device).manual_seed(0)
         dtype = getattr(torch, shape.dtype)
@@ -117,10 +117,10 @@ class CudaOperator:
         plan = segments, torch.ones(_ADAPTERS, device=device), None, None, None
         layers, wanted = [Layer(PlainWeight.of(weight), weight)], (True, True, True)
         if shape.direction == "forward":
-            return lambda group: self.forward(x, layers, Adapters(a, b), plan, False, group)
-        saved = self.forward(x, layers, Adapters(a, b), plan, False, 0)[1]
+            return lambda way: self.forward(x, layers, Adapters(a, b), plan, False, way)
+        saved = self.forward(x, layers, Adapters(a, b), plan, False, CUBLAS)[1]
         into = Adapters(a.new_gradients()[0], b.new_gradients()[0])
-        return lambda group: self.backward([dy], x, layers, into, saved, plan, wanted, group)
+        return lambda way: self.backward([dy], x, layers, into, saved, plan, wanted, way)
 
 
 def _biases(layers: Sequence[Layer]) -> list[Tensor]:

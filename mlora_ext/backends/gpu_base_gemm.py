@@ -17,8 +17,26 @@ import torch
 from torch import Tensor
 
 Library = Literal["cublas", "mlora"]
-GROUPS = (4, 8, 16)
-"""Row tiles that stay together, of which the fastest is taken: csrc/cuda/hopper_product.h."""
+
+
+class Way(NamedTuple):
+    """How products are made.
+
+    Attributes:
+        group: row tiles of own products that stay together for the L2 cache; 0: cuBLAS.
+        left: multiprocessors on which dA is made beside own products of backward; 0: dA comes first.
+    """
+
+    group: int
+    left: int = 0
+
+
+CUBLAS, USUAL = Way(0), Way(8)
+WAYS = {
+    "forward": (CUBLAS, Way(4), USUAL, Way(16)),
+    "backward": (CUBLAS, Way(4), USUAL, Way(16), Way(8, 4), Way(8, 8), Way(8, 16)),
+}
+"""Those that are tried, by direction."""
 FEWEST_ROWS, MOST_ROWS = 512, 16384
 """Fewer rows do not fill a GPU with tiles of 128 x 256: cuBLAS multiplies them. More count as so many."""
 _ROUNDS, _CALLS = 3, 3
@@ -43,12 +61,12 @@ class Shape(NamedTuple):
     d_out: int
 
 
-Times = dict[int, float]
-"""Seconds by group; 0 stands for cuBLAS."""
+Times = dict[Way, float]
+"""Seconds of a call."""
 Record = dict[str, Any]
 """The fields of a `Shape`, and `seconds`; JSON can hold it."""
-Trial = Callable[[Shape, torch.device], Callable[[int], object]]
-"""Returns a call of one shape with numbers of its own, by group."""
+Trial = Callable[[Shape, torch.device], Callable[[Way], object]]
+"""Returns a call of one shape with numbers of its own."""
 
 
 class GpuBaseGemm:
@@ -67,20 +85,20 @@ class GpuBaseGemm:
         self.times: dict[Shape, Times] = {}
         self._trial, self._lock = trial, threading.Lock()
 
-    def group(self, direction: str, x: Tensor, weights: Sequence[Tensor]) -> int:
-        """Returns the group of row tiles for own products of layers that share x `[T, D]`; 0: cuBLAS."""
+    def way(self, direction: str, x: Tensor, weights: Sequence[Tensor]) -> Way:
+        """Returns how to make the products of layers that share x `[T, D]`."""
         if not weights or x.element_size() != 2 or self.library == "cublas" or not serves(x.device):
-            return 0
+            return CUBLAS
         if self.library == "mlora":
-            return GROUPS[1]
+            return USUAL
         if not x.is_cuda or len(x) < FEWEST_ROWS:
-            return 0
+            return CUBLAS
         rows = min(1 << (len(x) - 1).bit_length(), MOST_ROWS)
         dtype = str(x.dtype).removeprefix("torch.")
         shapes = [Shape(direction, dtype, rows, w.shape[1], w.shape[0]) for w in weights]
         if any(shape not in self.times for shape in shapes):
             if torch.cuda.is_current_stream_capturing():
-                return 0
+                return CUBLAS
             self.measure(shapes, x.device)
         return faster([self.times[shape] for shape in shapes])
 
@@ -98,15 +116,15 @@ class GpuBaseGemm:
     def known(self) -> list[Record]:
         """Returns all that was measured, as `learn` takes it."""
         return [
-            {**shape._asdict(), "seconds": {str(group): one for group, one in times.items()}}
+            {**shape._asdict(), "seconds": {f"{way.group},{way.left}": one for way, one in times.items()}}
             for shape, times in self.times.items()
         ]
 
     def _measured(self, shape: Shape, device: torch.device) -> Times:
         try:
-            return _best(self._trial(shape, device), device)
+            return _best(WAYS[shape.direction], self._trial(shape, device), device)
         except torch.cuda.OutOfMemoryError:
-            return {0: 0.0}
+            return {CUBLAS: 0.0}
 
 
 def shapes_of(weights: Iterable[Tensor]) -> list[Shape]:
@@ -129,7 +147,7 @@ def times_of(known: Sequence[Record]) -> dict[Shape, Times]:
     try:
         return {
             Shape(*(record[key] for key in Shape._fields)): {
-                int(group): float(seconds) for group, seconds in record["seconds"].items()
+                Way(*map(int, way.split(","))): float(seconds) for way, seconds in record["seconds"].items()
             }
             for record in known
         }
@@ -156,24 +174,24 @@ def serves(device: torch.device) -> bool:
     return OPS.cuda_has_own_products.default(torch.empty(0, device=device))  # type: ignore[no-any-return]
 
 
-def faster(times: Sequence[Times]) -> int:
-    """Returns the group with the least time for several products; cuBLAS if as fast."""
-    known = [group for group in times[0] if all(group in one for one in times)]
-    return min(known, key=lambda group: sum(one[group] for one in times))
+def faster(times: Sequence[Times]) -> Way:
+    """Returns the way with the least time for several products; cuBLAS if as fast."""
+    known = [way for way in times[0] if all(way in one for one in times)]
+    return min(known, key=lambda way: sum(one[way] for one in times))
 
 
-def _best(run: Callable[[int], object], device: torch.device) -> Times:
+def _best(ways: Sequence[Way], run: Callable[[Way], object], device: torch.device) -> Times:
     """Returns the least seconds of a call, of rounds in which all take turns."""
-    best = dict.fromkeys((0, *GROUPS), float("inf"))
+    best = dict.fromkeys(ways, float("inf"))
     with torch.cuda.device(device):
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for turn in range(_ROUNDS + 1):
-            for group in best:
+            for way in best:
                 begun.record()
                 for _ in range(_CALLS):
-                    run(group)
+                    run(way)
                 ended.record()
                 ended.synchronize()
                 if turn:  # the first loads kernels
-                    best[group] = min(best[group], begun.elapsed_time(ended) / 1e3 / _CALLS)
+                    best[way] = min(best[way], begun.elapsed_time(ended) / 1e3 / _CALLS)
     return best

@@ -36,7 +36,7 @@ class Arguments(ctypes.Structure):
         ("dropout_rng", ctypes.c_void_p), ("layers", ctypes.c_void_p), ("keep", ctypes.c_void_p),
         ("rows_total", ctypes.c_int64), ("d_in", ctypes.c_int), ("d_out", ctypes.c_int),
         ("ranks", ctypes.c_int), ("cluster", ctypes.c_int), ("group", ctypes.c_int),
-        ("multiprocessors", ctypes.c_int),
+        ("left", ctypes.c_int),
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ class Case:
             rows_of(page), factors.data_ptr(), len(self.ranks), self.pitch,
             self.drop_p.data_ptr() if drops else None, self.rng.data_ptr(), self.layer.data_ptr(),
             keep.data_ptr() if self.stored else None, self.T, self.D, self.O, self.s.shape[1], self.cluster,
-            self.group, self.multiprocessors,
+            self.group, 132 - self.multiprocessors,
         )  # fmt: skip
         run = ctypes.CDLL(str(emulated.build())).mlora_emulator_product
         assert run(ctypes.byref(arguments), ctypes.c_size_t(ctypes.sizeof(arguments))) == expected_error

@@ -11,7 +11,7 @@ from cases import Case, assert_right, make
 
 import mlora_ext as mx
 from mlora_ext.backends import gpu_base_gemm, one_layer
-from mlora_ext.backends.gpu_base_gemm import GROUPS, GpuBaseGemm, Shape
+from mlora_ext.backends.gpu_base_gemm import CUBLAS, USUAL, WAYS, GpuBaseGemm, Shape, Way
 from mlora_ext.backends.interface import Layer
 from mlora_ext.backends.selection import gpu_operator
 from mlora_ext.frozen.plain import PlainWeight
@@ -72,9 +72,8 @@ def test_launches() -> None:
     """No more than with cuBLAS, whatever the adapters."""
     for adapters in (1, 40):
         case = make([4] * adapters, [3] * adapters, list(range(adapters)), dtype=torch.bfloat16, p=0.1)
-        forward, backward = ["page", "product"], ["page", "product"]
         assert launches_of(case.run) == [
-            "plan", "parts", "shrink", *forward, "read_dy", "read_x", *backward,
+            "plan", "parts", "shrink", "page", "product", "read_dy", "page", "read_x", "product",
         ]  # fmt: skip
 
 
@@ -143,6 +142,17 @@ def test_only_wanted_gradients(wanted: tuple[bool, bool, bool]) -> None:
         assert all(map(torch.equal, found, expected))
 
 
+def test_da_beside_dx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits again and again, on a stream of its own and in order."""
+    case = make([8, 40], [700, 500], [0, 1], dtype=torch.bfloat16, d_in=264, d_out=520, p=0.1)
+    choice, results = gpu_operator("cuda").base_gemm, []
+    for left in (0, 4, 16, 4, 0):
+        monkeypatch.setattr(choice, "way", lambda *_, left=left: Way(4, left))
+        results.append(case.run())
+    for found in results[1:]:
+        assert all(map(torch.equal, found, results[0]))
+
+
 def odd_width(case: Case) -> None:
     case.weight, case.bias, case.dy = case.weight[:23], case.bias[:23], case.dy[:, :23].contiguous()
     case.lora_b = [b.detach()[:23].requires_grad_() for b in case.lora_b]
@@ -199,7 +209,7 @@ def test_a_shape_is_measured_on_a_gpu() -> None:
     shapes = [shape_of(direction, 512, 256, 128) for direction in ("forward", "backward")]
     choice.measure(shapes, torch.device("cuda"))
     for shape in shapes:
-        assert set(choice.times[shape]) == {0, *GROUPS}
+        assert set(choice.times[shape]) == {*WAYS[shape.direction]}
         assert all(0 < seconds < 1 for seconds in choice.times[shape].values())
 
 
@@ -208,8 +218,8 @@ def test_a_shape_is_measured_on_a_gpu() -> None:
 def test_a_trial_runs_every_candidate(direction: str) -> None:
     run = gpu_operator("cuda")._trial(shape_of(direction, 200, 72, 40), torch.device("cpu"))
     state = torch.get_rng_state()
-    names = {group: launches_of(lambda group=group: run(group)) for group in (0, *GROUPS)}
-    assert all(("product" in launches) is (group > 0) for group, launches in names.items())
+    names = {way: launches_of(lambda way=way: run(way)) for way in WAYS[direction]}
+    assert all(("product" in launches) is (way != CUBLAS) for way, launches in names.items())
     assert torch.equal(torch.get_rng_state(), state), "the user's random numbers are as before"
 
 
@@ -224,37 +234,37 @@ def test_the_faster_of_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     capturing, asked = False, []
     times = {
-        (4096, 4096): {0: 3.0, 4: 2.5, 8: 2.0, 16: 2.1},
-        (4096, 1024): {0: 1.0, 4: 1.9, 8: 1.8, 16: 1.2},
-        (4096, 512): {0: 0.0},  # own ones did not fit into memory
+        (4096, 4096): {CUBLAS: 3.0, Way(4): 2.5, Way(8, 4): 2.0, Way(16): 2.1},
+        (4096, 1024): {CUBLAS: 1.0, Way(4): 1.9, Way(8, 4): 1.8, Way(16): 1.2},
+        (4096, 512): {CUBLAS: 0.0},  # own ones did not fit into memory
     }
-    choice = GpuBaseGemm(lambda shape, device: asked.append(shape) or (lambda group: None))
-    monkeypatch.setattr(gpu_base_gemm, "_best", lambda run, device: times[asked[-1][3:]])
+    choice = GpuBaseGemm(lambda shape, device: asked.append(shape) or (lambda way: None))
+    monkeypatch.setattr(gpu_base_gemm, "_best", lambda ways, run, device: times[asked[-1][3:]])
 
-    def group(rows: int, *outs: int, direction: str = "forward") -> int:
+    def way(rows: int, *outs: int, direction: str = "forward") -> Way:
         x = torch.empty(rows, 4096, dtype=torch.bfloat16).as_subclass(OnAGPU)
-        return choice.group(direction, x, [torch.empty(out, 4096, dtype=x.dtype) for out in outs])
+        return choice.way(direction, x, [torch.empty(out, 4096, dtype=x.dtype) for out in outs])
 
-    assert group(gpu_base_gemm.FEWEST_ROWS - 1, 4096) == 0
+    assert way(gpu_base_gemm.FEWEST_ROWS - 1, 4096) == CUBLAS
     assert not asked
     capturing = True
-    assert group(3000, 4096) == 0
+    assert way(3000, 4096) == CUBLAS
     assert not asked, "a capture measures nothing"
     capturing = False
-    assert group(3000, 4096) == 8
-    assert group(3000, 4096, 1024) == 16, "3.3 in place of 4.0 or 3.8"
-    assert group(3000, 4096, 1024, 1024) == 16, "4.5 in place of 5.0"
-    assert group(3000, 1024) == 0
-    assert group(3000, 4096, 512) == 0
+    assert way(3000, 4096) == Way(8, 4)
+    assert way(3000, 4096, 1024) == Way(16), "3.3 in place of 4.0 or 3.8"
+    assert way(3000, 4096, 1024, 1024) == Way(16), "4.5 in place of 5.0"
+    assert way(3000, 1024) == CUBLAS
+    assert way(3000, 4096, 512) == CUBLAS
     assert asked == [shape_of("forward", 4096, 4096, out) for out in (4096, 1024, 512)], "each once"
-    assert group(4096, 4096) == 8
+    assert way(4096, 4096) == Way(8, 4)
     assert len(asked) == 3
-    assert group(40000, 4096, direction="backward") == 8
+    assert way(40000, 4096, direction="backward") == Way(8, 4)
     assert asked[-1] == shape_of("backward", gpu_base_gemm.MOST_ROWS, 4096, 4096)
     choice.library = "cublas"
-    assert group(3000, 4096) == 0
+    assert way(3000, 4096) == CUBLAS
     choice.library = "mlora"
-    assert group(9, 1024) == 8
+    assert way(9, 1024) == USUAL
 
 
 @EMULATED
@@ -270,8 +280,8 @@ def test_shapes_that_are_measured() -> None:
 
 @EMULATED
 def test_what_was_measured_can_be_learnt() -> None:
-    first, other = (GpuBaseGemm(lambda shape, device: lambda group: None) for _ in range(2))
-    first.times = {shape_of("forward", 512, 64, 32): {0: 1.0, 4: 0.9}}
+    first, other = (GpuBaseGemm(lambda shape, device: lambda way: None) for _ in range(2))
+    first.times = {shape_of("forward", 512, 64, 32): {CUBLAS: 1.0, Way(8, 4): 0.9}}
     other.learn(json.loads(json.dumps(first.known())))
     assert other.times == first.times
     for damaged in ({}, {"direction": "forward"}, 3):

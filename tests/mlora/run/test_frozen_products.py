@@ -86,7 +86,7 @@ def test_a_choice_that_cannot_be_kept_is_the_run_s_own(own_cache: Path) -> None:
 def record(rows: int, own: float) -> dict[str, Any]:
     """Of a product for which cuBLAS takes one second."""
     of = {"direction": "forward", "dtype": "bfloat16", "rows": rows, "d_in": 64, "d_out": 32}
-    return {**of, "seconds": {"0": 1.0, "4": own}}
+    return {**of, "seconds": {"0,0": 1.0, "4,0": own}}
 
 
 class OnAGPU:
