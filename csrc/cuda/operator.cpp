@@ -148,8 +148,11 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
     if (need_ds) {
       read_dy.ds[i] = call.shrink(dy, call.b_of(i), part(ds, first));
       read_dy.ds[i].dropout.layers += call.dropout.layers == nullptr ? 0 : i;
-      partials.add_shrink(read_dy.ds[i], 1);
     }
+  }
+  const bool once = reads_dy_once(read_dy, call.queue);
+  for (size_t i = 0; need_ds && i < dys.size(); ++i) {
+    once ? partials.add_clusters(read_dy.ds[i]) : partials.add_shrink(read_dy.ds[i], 1);
   }
   GradientArguments read_x = call.gradient(x, ds.const_data_ptr(), call.a, call.layers, slots);
   read_x.dropout = call.dropout;

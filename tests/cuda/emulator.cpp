@@ -77,6 +77,7 @@ bool launches_do_nothing = false;
 int shared_limit = 227 * 1024;
 std::string failing;
 int multiprocessor_count = 132;
+bool hopper = true;
 
 // The operation that a test leaves out, of threads [first, end) of a block: each call, or only one of each
 // thread.
@@ -245,6 +246,7 @@ void meet(WarpWork work, void* operands) {
 
 int most_shared_bytes(const Queue&) { return shared_limit; }
 int multiprocessors(const Queue&) { return multiprocessor_count; }
+bool is_hopper(const Queue&) { return hopper; }
 
 uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(shared) - machine.shared_begin);
@@ -287,9 +289,9 @@ void count_write(const void* place, int bytes) {
   }
 }
 
-void count_product() {
+void count_products(int count) {
   if (machine.current % kLanes == 0) {
-    ++watch.products[machine.current / kLanes];
+    watch.products[machine.current / kLanes] += count;
   }
 }
 
@@ -305,6 +307,7 @@ void wait_for_copies(int pending) {
     const Copy& copy = fiber.copies[finished++];
     std::memset(copy.shared, 0, static_cast<size_t>(copy.size));
     std::memcpy(copy.shared, copy.global, static_cast<size_t>(copy.present));
+    hide_copy(copy.shared, copy.size);
   }
   fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + static_cast<ptrdiff_t>(finished));
 }
@@ -434,6 +437,11 @@ extern "C" __attribute__((visibility("default"))) void mlora_emulator_limit(int 
 // How many multiprocessors there are from now on.
 extern "C" __attribute__((visibility("default"))) void mlora_emulator_multiprocessors(int count) {
   mlora::cuda::multiprocessor_count = count;
+}
+
+// Whether the device is an sm_90 from now on.
+extern "C" __attribute__((visibility("default"))) void mlora_emulator_hopper(bool is) {
+  mlora::cuda::hopper = is;
 }
 
 // The next launch of this name ends with an error after half of its programs.
