@@ -79,10 +79,11 @@ std::string failing;
 int multiprocessor_count = 132;
 bool hopper = true;
 
-// The operation that a test leaves out, of threads [first, end) of a block: each call, or only one of each
-// thread.
+// The operation that a test leaves out in launches of a name, of threads [first, end) of a block: each call,
+// or only one of each thread.
 struct Break {
   std::string operation;
+  std::string launch;  // empty: in all
   int first = 0;
   int end = 0;
   int call = -1;
@@ -129,6 +130,7 @@ void run_thread(int index) {
 }
 
 // Runs each thread in turn until it waits; the order of the turns is new each time. Boxes arrive in between.
+// Of a cluster one block stands still for a while, until others wait for it at the latest.
 void run_cluster() {
   start_fibers();
   begin_boxes();
@@ -137,13 +139,18 @@ void run_cluster() {
   while (padded < threads) {
     padded *= 2;
   }
+  int still = -1;
   while (machine.done < threads && !machine.stopped) {
+    if (machine.cluster > 1 && machine.random() % 8 == 0) {
+      still = static_cast<int>(machine.random() % static_cast<unsigned>(machine.cluster));
+    }
     const unsigned start = machine.random(), stride = machine.random() | 1u;
     bool progress = false;
     for (int turn = 0; turn < padded && !machine.stopped; ++turn) {
       const int thread =
           static_cast<int>((start + static_cast<unsigned>(turn) * stride) % static_cast<unsigned>(padded));
-      if (thread < threads && machine.fibers[thread].state == State::kReady) {
+      if (thread < threads && thread / machine.threads != still &&
+          machine.fibers[thread].state == State::kReady) {
         progress = true;
         run_thread(thread);
         if (machine.random() % 64 == 0) {
@@ -151,9 +158,10 @@ void run_cluster() {
         }
       }
     }
-    if (!progress && !move_a_box()) {
+    if (!progress && still < 0 && !move_a_box()) {
       report("threads wait for others that never come");
     }
+    still = progress ? still : -1;
   }
   if (!machine.stopped) {
     check_boxes();
@@ -188,7 +196,7 @@ void leave(State state) {
 
 bool is_broken(const char* operation) {
   if (broken.operation.empty() || broken.operation != operation || thread_index() < broken.first ||
-      thread_index() >= broken.end) {
+      thread_index() >= broken.end || (!broken.launch.empty() && broken.launch != machine.name)) {
     return false;
   }
   return machine.fibers[machine.current].calls++ == broken.call || broken.call < 0;
@@ -377,6 +385,7 @@ int run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, 
         static_cast<unsigned char*>(mmap(nullptr, kMostThreads * kStackBytes, PROT_READ | PROT_WRITE,
                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   }
+  machine.name = name;
   machine.threads = threads;
   machine.cluster = grid.cluster;
   machine.run = run;
@@ -450,11 +459,12 @@ extern "C" __attribute__((visibility("default"))) void mlora_emulator_fail(const
 }
 
 // Leaves an operation out from now on, in threads [first, end) of a block: each call, or with `call` at least
-// 0 only that one of each thread. A launch in which that is noticed ends with an error. An empty name mends
+// 0 only that one of each thread; with a launch's name only there. A launch in which that is noticed ends with an error. An empty name mends
 // all.
-extern "C" __attribute__((visibility("default"))) void mlora_emulator_break(const char* operation, int first,
+extern "C" __attribute__((visibility("default"))) void mlora_emulator_break(const char* operation,
+                                                                            const char* launch, int first,
                                                                             int end, int call) {
-  mlora::cuda::broken = {operation, first, end, call, ""};
+  mlora::cuda::broken = {operation, launch, first, end, call, ""};
 }
 
 // What was noticed; empty: nothing.

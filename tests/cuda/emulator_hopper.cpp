@@ -399,6 +399,9 @@ void barriers_have_begun() {
 }
 
 void barrier_expect(uint32_t barrier, int bytes) {
+  if (is_broken("barrier_expect")) {
+    return;
+  }
   Phases& own = barrier_of(machine.rank, barrier);
   own.bytes += bytes;
   arrive(own);

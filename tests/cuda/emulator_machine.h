@@ -52,7 +52,8 @@ struct Machine {
   size_t shared_stride;
   size_t shared_bytes;
   std::mt19937 random{1};
-  int threads;  // of a block
+  const char* name;  // of the launch
+  int threads;       // of a block
   int cluster;
   int current;  // in the cluster
   int rank;     // in the cluster, of the current one's block
