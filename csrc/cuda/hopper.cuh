@@ -2,8 +2,8 @@
 // (TMA), barriers in shared memory that count them, asynchronous products of four warps, and clusters of
 // blocks. With MLORA_EMULATE emulator_hopper.h of the tests provides them.
 //
-// A box is rows of 64 or 128 bytes, swizzled: the 16-byte chunk c of row r stands in place c ^ (r / 2 % 4), or
-// c ^ r % 8, of its row, as in a SharedTile. Boxes begin at multiples of 1 KiB.
+// A box is rows of 64 or 128 bytes, swizzled: the 16-byte chunk c of row r stands in place c ^ (r / 2 % 4),
+// or c ^ r % 8, of its row, as in a SharedTile. Boxes begin at multiples of 1 KiB.
 #pragma once
 
 #include "cuda/primitives.cuh"
@@ -158,7 +158,8 @@ MLORA_DEVICE void send_pair(uint32_t to, int rank, float low, float high, uint32
   asm volatile(
       "{ .reg .b32 place, counter; mapa.shared::cluster.u32 place, %0, %4; "
       "mapa.shared::cluster.u32 counter, %1, %4; "
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [place], {%2, %3}, [counter]; }" ::"r"(to),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [place], {%2, %3}, [counter]; }" ::"r"(
+          to),
       "r"(barrier), "f"(low), "f"(high), "r"(rank)
       : "memory");
 }
@@ -224,25 +225,26 @@ MLORA_DEVICE void wait_products(float (&sum)[8]) {
       "%128, %129, add, 1, 1, 0, %131; }"                                                                 \
       : MLORA_64(0), MLORA_64(64)                                                                         \
       : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAcross ? 1 : 0))
-#define MLORA_NARROW(type, columns, sums, numbers, add, a_b, across)                                           \
-  asm volatile("{ .reg .pred add; setp.ne.b32 add, " add                                                       \
-               ", 0; wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" numbers "}, " a_b \
-               ", add, 1, 1, " across "; }"                                                                    \
-               : sums                                                                                          \
-               : "l"(a), "l"(b), "r"(static_cast<int>(add_to)), "n"(kAAcross ? 1 : 0), "n"(kBAcross ? 1 : 0))
-#define MLORA_NARROWS(type)                                                                                    \
-  if constexpr (kCount == 8) {                                                                                 \
-    MLORA_NARROW(type, "16", MLORA_8(0), "%0, %1, %2, %3, %4, %5, %6, %7", "%10", "%8, %9", "%11, %12");       \
-  } else if constexpr (kCount == 16) {                                                                         \
-    MLORA_NARROW(type, "32", MLORA_16(0),                                                                      \
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%18", "%16, %17",     \
-                 "%19, %20");                                                                                  \
-  } else {                                                                                                     \
-    static_assert(kCount == 32);                                                                               \
-    MLORA_NARROW(type, "64", MLORA_32(0),                                                                      \
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "   \
-                 "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",                                 \
-                 "%34", "%32, %33", "%35, %36");                                                               \
+#define MLORA_NARROW(type, columns, sums, numbers, add, a_b, across)                                      \
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, " add ", 0; wgmma.mma_async.sync.aligned.m64n" columns \
+               "k16.f32." type "." type " {" numbers "}, " a_b ", add, 1, 1, " across "; }"               \
+               : sums                                                                                     \
+               : "l"(a), "l"(b), "r"(static_cast<int>(add_to)), "n"(kAAcross ? 1 : 0),                    \
+                 "n"(kBAcross ? 1 : 0))
+#define MLORA_NARROWS(type)                                                                                 \
+  if constexpr (kCount == 8) {                                                                              \
+    MLORA_NARROW(type, "16", MLORA_8(0), "%0, %1, %2, %3, %4, %5, %6, %7", "%10", "%8, %9", "%11, %12");    \
+  } else if constexpr (kCount == 16) {                                                                      \
+    MLORA_NARROW(type, "32", MLORA_16(0),                                                                   \
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%18", "%16, %17", \
+                 "%19, %20");                                                                               \
+  } else {                                                                                                  \
+    static_assert(kCount == 32);                                                                            \
+    MLORA_NARROW(                                                                                           \
+        type, "64", MLORA_32(0),                                                                            \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "        \
+        "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",                                       \
+        "%34", "%32, %33", "%35, %36");                                                                     \
   }
 
 // sum [64, 256] (+)= a [64, 16] b [16, 256], in the layout of a Fragment<1, 32>: 16 rows a warp. a and b are

@@ -1,7 +1,7 @@
 // Kernels and launcher of read_dy in one pass over dy; read_dy_once.cuh says how it is made.
-#include "cuda/read_dy_once.cuh"
-
 #include <algorithm>
+
+#include "cuda/read_dy_once.cuh"
 
 namespace mlora::cuda {
 
@@ -49,10 +49,9 @@ __global__ void __launch_bounds__(kThreads, kMost > kNarrow ? 1 : 2)
   const int cluster = index / panels % clusters;
   const int panel = index % panels;
   const Split split = read(gradient.plan.splits + split_index);
-  const int ranks =
-      split.adapter < 0
-          ? 0
-          : panel_ranks(row_of(gradient.factor, 0, split.adapter).rank, panel * kOnceRanks, kOnceRanks);
+  const int ranks = split.adapter < 0 ? 0
+                                      : panel_ranks(row_of(gradient.factor, 0, split.adapter).rank,
+                                                    panel * kOnceRanks, kOnceRanks);
   if (ranks == 0) {
     if (arguments.need_ds && cluster == 0) {
       clear_ds<T>(arguments.ds[layer], split, panel * kOnceRanks);
@@ -74,7 +73,8 @@ bool reads_dy_once(const ReadDyArguments& arguments, const Queue& queue) {
     return gradient.type != Scalar::kFloat && gradient.rows.aligned && gradient.columns % 8 == 0 &&
            gradient.columns > 0;
   };
-  return is_hopper(queue) && most_shared_bytes(queue) >= OnceShape<kOnceRanks, kStages<kOnceRanks>>::kShared &&
+  return is_hopper(queue) &&
+         most_shared_bytes(queue) >= OnceShape<kOnceRanks, kStages<kOnceRanks>>::kShared &&
          std::all_of(arguments.gradient, arguments.gradient + arguments.layers, is_suited);
 }
 

@@ -61,7 +61,8 @@ MLORA_DEVICE uint64_t operand_of(uint32_t address) {
   return uint64_t{(address & 0x3ffff) >> 4} | uint64_t{1} << 16 | kGroup << 32 | kSwizzle << 62;
 }
 
-// One block. kRanks hold the adapter's own ranks of the panel; `number` is the cluster's, of those of its split.
+// One block. kRanks hold the adapter's own ranks of the panel; `number` is the cluster's, of those of its
+// split.
 template <typename T, int kRanks, int kStages>
 class OnceBlock {
   using Shape = OnceShape<kRanks, kStages>;
@@ -433,9 +434,9 @@ class OnceBlock {
       }
     });
     const Group group = read(gradient.plan.groups + split.adapter);
-    const int own = (panel * gradient.factor.adapters + split.adapter) *
-                        ceil_div(gradient.columns, kOnceColumns) +
-                    first_column / kOnceColumns;
+    const int own =
+        (panel * gradient.factor.adapters + split.adapter) * ceil_div(gradient.columns, kOnceColumns) +
+        first_column / kOnceColumns;
     if (is_last(gradient.partial.tickets + own, group.slot_count)) {
       for_each([&](int first) {
         Chunk<float> value[kAtOnce] = {};

@@ -23,8 +23,8 @@ inline int64_t once_tickets(int64_t splits, int64_t ranks) {
   return splits * ceil_div(ranks, kOnceRanks) * kOnceCluster;
 }
 
-// Whether launch_read_dy goes this way: on sm_90, where the build has code for sm_90a, and rows of dy are of 16
-// bits and begin at multiples of 16 bytes. Sums over columns then are those of `once_clusters`.
+// Whether launch_read_dy goes this way: on sm_90, where the build has code for sm_90a, and rows of dy are of
+// 16 bits and begin at multiples of 16 bytes. Sums over columns then are those of `once_clusters`.
 bool reads_dy_once(const ReadDyArguments& arguments, const Queue& queue);
 int launch_read_dy_once(ReadDyArguments arguments, const Queue& queue);
 

@@ -459,8 +459,8 @@ extern "C" __attribute__((visibility("default"))) void mlora_emulator_fail(const
 }
 
 // Leaves an operation out from now on, in threads [first, end) of a block: each call, or with `call` at least
-// 0 only that one of each thread; with a launch's name only there. A launch in which that is noticed ends with an error. An empty name mends
-// all.
+// 0 only that one of each thread; with a launch's name only there. A launch in which that is noticed ends
+// with an error. An empty name mends all.
 extern "C" __attribute__((visibility("default"))) void mlora_emulator_break(const char* operation,
                                                                             const char* launch, int first,
                                                                             int end, int call) {

@@ -31,6 +31,12 @@ CALLS = {
         "d_outs": (1088,),
         "dropout": False,
     },
+    "several clusters of columns of dy": {
+        "rows": (1090, 65),
+        "ranks": (16, 48),
+        "d_in": 256,
+        "d_outs": (2312, 64),
+    },
 }
 
 

@@ -32,7 +32,8 @@ def kernels(request: pytest.FixtureRequest) -> list[code_cuda.Kernel]:
 
 def test_no_kernel_spills(kernels: list[code_cuda.Kernel]) -> None:
     names = {kernel.name.split("<")[0] for kernel in kernels}
-    assert names == {*PRODUCTS, "plan", "parts", "dropout_mask", "probe", "product"}
+    once = {"read_dy_once"} if kernels[0].architecture == "sm_90a" else set()
+    assert names == {*PRODUCTS, "plan", "parts", "dropout_mask", "probe", "product"} | once
     for kernel in kernels:
         assert (kernel.local_bytes, kernel.local_accesses) == (0, 0), kernel
 
