@@ -34,7 +34,11 @@ _NEEDED = (
     "FSEL",
     *_PHILOX,
 )
-_NEEDED_ONCE = ("LDGSTS", "HGMMA", "BAR.SYNC", "SYNCS.PHASECHK", "LDS", "FADD", "STAS")
+_NEEDED_ONCE = {
+    True: ("LDGSTS", "BAR.SYNC", "tnspA"),
+    False: ("LDGSTS", "BAR.SYNC", "SYNCS.PHASECHK", "LDS", "FADD", "STAS"),
+}
+"""Of read_dy_once: whether of the warps that make the gradient."""
 _NEEDED_COST = 1e6
 
 
@@ -97,7 +101,7 @@ def per_element(code: list[tuple[int, str]], template: Template, *, gradient: bo
     once = template.kernel == "read_dy_once"
 
     def is_main(body: list[str]) -> bool:
-        return _is_main_once(body, template.others[0], gradient) if once else _is_main(body, gradient)
+        return _is_main_once(body, template.others[0]) if once else _is_main(body, gradient)
 
     main = [loop for loop in loops if is_main(instructions[slice(*loop)])]
     # the innermost ones; a kernel has one body for each width up to its own
@@ -120,8 +124,9 @@ def per_element(code: list[tuple[int, str]], template: Template, *, gradient: bo
             turns[loop] = 2  # two of a thread's four rows a turn
         if once and _count(instructions, loop, "FADD"):
             turns[loop] = max(1, 8 * template.others[0] / 128)  # a block's eight rows, by four warps
-    if once:  # half of the warps for each sum, which begin with the same copies
-        return _usual_way(code, (begin, end), turns, _NEEDED_ONCE) * (_WARPS // 2) / (_TILE_ROWS * 256)
+    if once:  # half of the warps for each sum
+        way = _usual_way(code, (begin, end), turns, _NEEDED_ONCE[gradient])
+        return way * (_WARPS // 2) / (_TILE_ROWS * 256)
     total = _usual_way(code, (begin, end), turns, _NEEDED)
     columns = (128 if template.ranks <= 64 else 64) if _shrinks(template, gradient) else _TILE_COLUMNS
     return total * _WARPS / (_TILE_ROWS * columns)
@@ -177,9 +182,8 @@ def _is_main(body: list[str], gradient: bool) -> bool:
     return waits and (transposed if gradient else straight) and (gradient or not transposed or straight)
 
 
-def _is_main_once(body: list[str], width: int, gradient: bool) -> bool:
-    products = [text for text in body if f"HGMMA.64x{width}x16" in text]
-    return any("BAR.SYNC" in text for text in body) and any(("tnspA" in t) == gradient for t in products)
+def _is_main_once(body: list[str], width: int) -> bool:
+    return all(any(kind in text for text in body) for kind in ("BAR.SYNC", f"HGMMA.64x{width}x16"))
 
 
 def _needed(template: Template, gradient: bool, loops: int) -> list[int]:

@@ -91,10 +91,23 @@ class OnceBlock {
 
   MLORA_DEVICE void run() {
     begin();
-    if (thread_index() < kHalf) {
-      make_ds();
-    } else {
-      make_gradient();
+    const bool of_ds = need_ds && thread_index() < kHalf;
+    const bool of_gradient = need_gradient && columns > 0 && thread_index() >= kHalf;
+    float sum[Shape::kSlabs][kRanks / 2];
+#pragma unroll 1
+    for (int i = 0; i < tile_count; ++i) {
+      advance(i);
+      if (of_ds) {
+        make_ds(i);
+      } else if (of_gradient) {
+        add_gradient(i, sum);
+      }
+    }
+    synchronize();  // the last stage has been read
+    if (of_ds && tile_count > 0) {
+      add_parts(tile_count - 1);
+    } else if (of_gradient) {
+      lay_down(sum);
     }
     if (need_ds && ds.parts > 1 && is_last(ds.partial.tickets + ticket, ds.parts)) {
       join_clusters();
@@ -204,34 +217,24 @@ class OnceBlock {
     fetch(i + kStages - 1);
   }
 
-  // The first warpgroup.
-  MLORA_DEVICE void make_ds() const {
+  // Of tile i, by the first warpgroup. Its part of the tile before is added up beside the products.
+  MLORA_DEVICE void make_ds(int i) const {
     float sum[kRanks / 2];
-#pragma unroll 1
-    for (int i = 0; i < tile_count; ++i) {
-      advance(i);
-      if (need_ds) {
-        const uint32_t rows = shared_address(stage(i)), of_factor = shared_address(shared + Shape::kFactor);
-        begin_products();
+    const uint32_t rows = shared_address(stage(i)), of_factor = shared_address(shared + Shape::kFactor);
+    begin_products();
 #pragma unroll
-        for (int k = 0; k < kOnceColumns / 16; ++k) {
-          const int slab = k / 4, along = k % 4 * 32;
-          multiply_narrow<false, false>(T{}, sum, operand_of<128>(rows + slab * Shape::kSlabBytes + along),
-                                        operand_of<128>(of_factor + slab * Shape::kFactorSlabBytes + along),
-                                        k > 0);
-        }
-        commit_products();
-        if (i > 0) {
-          add_parts(i - 1);
-        }
-        wait_products<0>(sum);
-        send(i, sum);
-      }
+    for (int k = 0; k < kOnceColumns / 16; ++k) {
+      const int slab = k / 4, along = k % 4 * 32;
+      multiply_narrow<false, false>(T{}, sum, operand_of<128>(rows + slab * Shape::kSlabBytes + along),
+                                    operand_of<128>(of_factor + slab * Shape::kFactorSlabBytes + along),
+                                    k > 0);
     }
-    synchronize();
-    if (need_ds && tile_count > 0) {
-      add_parts(tile_count - 1);
+    commit_products();
+    if (i > 0) {
+      add_parts(i - 1);
     }
+    wait_products<0>(sum);
+    send(i, sum);
   }
 
   // Sends each block its rows of this block's part of tile i, after all lanes have added up parts before.
@@ -344,33 +347,25 @@ class OnceBlock {
     }
   }
 
-  // The second warpgroup. Its sums [256 columns, R] go to shared memory in the end.
-  MLORA_DEVICE void make_gradient() const {
-    float sum[Shape::kSlabs][kRanks / 2];
-    const bool works = need_gradient && columns > 0;
-#pragma unroll 1
-    for (int i = 0; i < tile_count; ++i) {
-      advance(i);
-      if (works) {
-        const uint32_t rows = shared_address(stage(i)), s = rows + Shape::kRowBytes;
-        begin_products();
+  // Adds tile i, by the second warpgroup. sum: [256 columns, R]
+  MLORA_DEVICE void add_gradient(int i, float (&sum)[Shape::kSlabs][kRanks / 2]) const {
+    const uint32_t rows = shared_address(stage(i)), s = rows + Shape::kRowBytes;
+    begin_products();
 #pragma unroll
-        for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+    for (int slab = 0; slab < Shape::kSlabs; ++slab) {
 #pragma unroll
-          for (int k = 0; k < kTileRows / 16; ++k) {
-            multiply_narrow<true, true>(T{}, sum[slab],
-                                        operand_of<128>(rows + slab * Shape::kSlabBytes + k * 16 * 128),
-                                        operand_of<2 * kRanks>(s + k * 16 * 2 * kRanks), i + k > 0);
-          }
-        }
-        commit_products();
-        wait_products<0>();
+      for (int k = 0; k < kTileRows / 16; ++k) {
+        multiply_narrow<true, true>(T{}, sum[slab],
+                                    operand_of<128>(rows + slab * Shape::kSlabBytes + k * 16 * 128),
+                                    operand_of<2 * kRanks>(s + k * 16 * 2 * kRanks), i + k > 0);
       }
     }
-    synchronize();  // the last stage has been read
-    if (!works) {
-      return;
-    }
+    commit_products();
+    wait_products<0>();
+  }
+
+  // Lays the sums of dB where the stages were.
+  MLORA_DEVICE void lay_down(float (&sum)[Shape::kSlabs][kRanks / 2]) const {
 #pragma unroll
     for (int slab = 0; slab < Shape::kSlabs; ++slab) {
       wait_products<0>(sum[slab]);
