@@ -161,7 +161,7 @@ class OnceBlock {
     const int of_factor = factor.convert ? kStages - 1 : 0;
 #pragma unroll 1
     for (int step = 0; step < kStages; ++step) {
-      if (step == of_factor && need_ds) {
+      if (step == of_factor && need_ds && columns > 0) {
         load_factor();
       }
       if (step < kStages - 1) {
@@ -171,17 +171,24 @@ class OnceBlock {
     synchronize_cluster<kOnceCluster>();  // all barriers have begun
   }
 
+  // Numbers that are converted wait in registers, so that all of them are under way at once.
   MLORA_DEVICE void load_factor() const {
-#pragma unroll 1
-    for (int slab = 0; slab < Shape::kSlabs && columns > 0; ++slab) {
-      const Slab to{reinterpret_cast<T*>(shared + Shape::kFactor + slab * Shape::kFactorSlabBytes)};
-      const int column = slab * Shape::kSlab;
-      const auto load = [&](auto aligned) {
-        FactorLoad<T, kRanks, Shape::kSlab, false, decltype(aligned)::value>().begin(
-            to, factor, first_column + column, columns - column);
-      };
-      gradient.factor.aligned ? load(std::true_type{}) : load(std::false_type{});
-    }
+    const auto slab = [&](int i) {
+      return Slab{reinterpret_cast<T*>(shared + Shape::kFactor + i * Shape::kFactorSlabBytes)};
+    };
+    const auto load = [&](auto aligned) {
+      FactorLoad<T, kRanks, Shape::kSlab, true, decltype(aligned)::value> slabs[Shape::kSlabs];
+#pragma unroll
+      for (int i = 0; i < Shape::kSlabs; ++i) {
+        const int column = i * Shape::kSlab;
+        slabs[i].begin(slab(i), factor, first_column + column, columns - column);
+      }
+#pragma unroll
+      for (int i = 0; i < Shape::kSlabs; ++i) {
+        slabs[i].end(slab(i), factor);
+      }
+    };
+    gradient.factor.aligned ? load(std::true_type{}) : load(std::false_type{});
   }
 
   // Begins to copy tile i.
