@@ -107,7 +107,7 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
       "Tensor? keep, "
       "Tensor plan, int tiles, int splits, int slots, Tensor scaling, Tensor? dropout_p, Tensor? "
       "dropout_rng, "
-      "Tensor? layers, bool need_dx, bool add, int group, int left) -> Tensor");
+      "Tensor? layers, bool need_dx, bool add, int group, int left, bool once) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mlora_ext, CPU, library) {

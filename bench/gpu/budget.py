@@ -26,11 +26,11 @@ GAP = 1e-6
 ADDED = 0.0
 """Share of the time of its bytes that a frozen product takes longer if it adds to what is there: on an H100
 products of 8192 rows took as long either way (`bench/results/gpu-h100/launches.txt`)."""
-TWICE = 0.4
-"""Share of dy that comes from memory twice: assumed."""
 EXTENSION = 64
 """The low-rank columns of an extended base come in multiples of this."""
 QUARTERS, UNIT, TILE_ROWS, SPLIT_TILES, WORD_COLUMNS = 4, 128, 64, 16, 32
+CLUSTER_COLUMNS, CLUSTER_RANKS = 2048, 64
+"""Columns of dy that a cluster of read_dy takes, and the ranks."""
 MULTIPROCESSORS = 132
 ROW, FACTOR, SUM, WORD = 2, 4, 4, 4
 """Bytes of a number of the rows (bf16), of an adapter (fp32), of a partial sum, of 32 keep bits."""
@@ -107,8 +107,12 @@ def traffic(call: Call) -> dict[str, Traffic]:
         runs = [_ceil_div(_ceil_div(n, TILE_ROWS), SPLIT_TILES) for n in call.rows]
         return width * SUM * sum(run * r for run, r in zip(runs, call.ranks, strict=True) if run > 1)
 
+    def clusters_of_sum(width: int) -> int:
+        clusters = _ceil_div(width, CLUSTER_COLUMNS)
+        return clusters * SUM * sum(n * 8 * _ceil_div(r, 8) for n, r in owned) if clusters > 1 else 0
+
     parts_s = L * parts_of_sum(D)
-    parts_dy = sum(map(parts_of_sum, call.d_outs)) + parts_of_gradient(outs)
+    parts_dy = sum(map(clusters_of_sum, call.d_outs)) + parts_of_gradient(outs)
     parts_x = L * parts_of_gradient(D)
     return {
         "shrink": Traffic(T * D * ROW + a, s + keep + parts_s, parts_s),
@@ -121,8 +125,8 @@ def traffic(call: Call) -> dict[str, Traffic]:
 
 
 Instructions = Callable[[str, int, tuple[int, ...], bool], float]
-"""Instructions of a warp for each element: of a kernel, its panel of ranks, other arguments, and whether of a
-gradient's loop."""
+"""Instructions of a warp for each element: of a kernel, its panel of ranks, other arguments (of read_dy_once
+the width of its own ranks), and whether of a gradient's loop."""
 
 
 class Cost(NamedTuple):
@@ -152,18 +156,20 @@ def costs(call: Call, instructions: Instructions) -> list[Cost]:
         widths = [next(w for w in (16, 32, 64, 128) if rank <= w or w == 128) for rank in call.ranks]
         return sum(n * count(w) for n, w in zip(call.rows, widths, strict=True)) / T
 
+    def read_dy(width: int) -> float:
+        panels, own = _ceil_div(width, CLUSTER_RANKS), min(width, CLUSTER_RANKS)
+        return panels * sum(
+            instructions("read_dy_once", max(own, 32), (own,), made) for made in (False, True)
+        )
+
     per_element = {
         "shrink": L * mean(lambda width: instructions("shrink", width, (int(call.dropout), 1), False)),
         "expand": mean(lambda width: instructions("expand", width, (1,), False)),
-        "read_dy": sum(
-            mean(lambda width: instructions("read_dy", width, (1,), gradient))  # noqa: B023 - called at once
-            for gradient in (False, True)
-        ),
+        "read_dy": mean(read_dy),
         "read_x": mean(lambda width: instructions("read_x", width, (at_once, masks, 1), True)) * L / at_once,
     }
     elements = {"shrink": T * D, "expand": T * outs, "read_dy": T * outs, "read_x": T * D}
     bytes_of = {name: one.read + one.written for name, one in traffic(call).items()}
-    bytes_of["read_dy"] += TWICE * T * outs * ROW
 
     def launch(name: str) -> Cost:
         issued = per_element[name] * elements[name] / ISSUE

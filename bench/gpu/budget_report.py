@@ -28,7 +28,8 @@ MODES = {"drawn": (True, False), "saved": (True, True), "no dropout": (False, Fa
 @cache
 def _instructions(kernel: str, panel: int, others: tuple[int, ...], gradient: bool) -> float:
     template = Template(kernel, panel, others)
-    return per_element(code_of(LIBRARY, ARCHITECTURE)[template], template, gradient=gradient)
+    compiled = Template(kernel, panel) if kernel == "read_dy_once" else template
+    return per_element(code_of(LIBRARY, ARCHITECTURE)[compiled], template, gradient=gradient)
 
 
 def launches(rows: int, ranks: str, mode: str, model: str) -> Iterator[str]:

@@ -34,12 +34,20 @@ _NEEDED = (
     "FSEL",
     *_PHILOX,
 )
+_NEEDED_ONCE = {
+    True: ("LDGSTS", "BAR.SYNC", "tnspA"),
+    False: ("LDGSTS", "BAR.SYNC", "SYNCS.PHASECHK", "LDS", "FADD", "STAS"),
+}
+"""Of read_dy_once: whether of the warps that make the gradient."""
 _NEEDED_COST = 1e6
 
 
 @dataclass(frozen=True)
 class Template:
-    """Template arguments of a kernel: bf16 rows, width of a panel of ranks, and the others as numbers."""
+    """Template arguments of a kernel: bf16 rows, width of a panel of ranks, and the others as numbers.
+
+    `read_dy_once` has no others; there they say which of its bodies to count, by the width of own ranks.
+    """
 
     kernel: str
     ranks: int
@@ -73,7 +81,7 @@ def code_of(library: Path, architecture: str) -> dict[Template, list[tuple[int, 
 
 
 def _template(symbol: str) -> Template | None:
-    name = re.search(r"(shrink|expand|read_dy|read_x)_kernelI", symbol)
+    name = re.search(r"(shrink|expand|read_dy|read_dy_once|read_x)_kernelI", symbol)
     if name is None or "BFloat16" not in symbol:
         return None
     ranks, *others = map(int, re.findall(r"L(?:i|b|NS\d_5MasksE)(\d+)E", symbol[name.end() :]))
@@ -90,7 +98,12 @@ def per_element(code: list[tuple[int, str]], template: Template, *, gradient: bo
     """
     instructions = [text for _, text in code]
     loops = list(_loops(code))
-    main = [loop for loop in loops if _is_main(instructions[slice(*loop)], gradient)]
+    once = template.kernel == "read_dy_once"
+
+    def is_main(body: list[str]) -> bool:
+        return _is_main_once(body, template.others[0]) if once else _is_main(body, gradient)
+
+    main = [loop for loop in loops if is_main(instructions[slice(*loop)])]
     # the innermost ones; a kernel has one body for each width up to its own
     innermost = [
         loop for loop in main if not any(loop != o and loop[0] <= o[0] and o[1] <= loop[1] for o in main)
@@ -109,13 +122,21 @@ def per_element(code: list[tuple[int, str]], template: Template, *, gradient: bo
     for loop in outermost:
         if loop not in products and _draws(instructions[slice(*loop)]):
             turns[loop] = 2  # two of a thread's four rows a turn
-    total = _usual_way(code, (begin, end), turns)
+        if once and _count(instructions, loop, "FADD"):
+            turns[loop] = max(1, 8 * template.others[0] / 128)  # a block's eight rows, by four warps
+    if once:  # half of the warps for each sum
+        way = _usual_way(code, (begin, end), turns, _NEEDED_ONCE[gradient])
+        return way * (_WARPS // 2) / (_TILE_ROWS * 256)
+    total = _usual_way(code, (begin, end), turns, _NEEDED)
     columns = (128 if template.ranks <= 64 else 64) if _shrinks(template, gradient) else _TILE_COLUMNS
     return total * _WARPS / (_TILE_ROWS * columns)
 
 
 def _usual_way(
-    code: list[tuple[int, str]], loop: tuple[int, int], turns: dict[tuple[int, int], float]
+    code: list[tuple[int, str]],
+    loop: tuple[int, int],
+    turns: dict[tuple[int, int], float],
+    needed: tuple[str, ...],
 ) -> float:
     """Returns the instructions on the shortest way through a loop that leaves out nothing that is needed."""
     place = {address: index for index, (address, _) in enumerate(code)}
@@ -124,7 +145,7 @@ def _usual_way(
     cost = dict.fromkeys(range(begin, end + 1), float("inf"))
     skipped = [0] * (end + 1)  # how much that is needed stands before a place
     for index in range(begin, end):
-        skipped[index + 1] = skipped[index] + _is_needed(code[index][1])
+        skipped[index + 1] = skipped[index] + any(kind in code[index][1] for kind in needed)
     cost[begin] = 0.0
     index = begin
     while index < end:
@@ -146,10 +167,6 @@ def _usual_way(
     return cost[end] % _NEEDED_COST
 
 
-def _is_needed(text: str) -> bool:
-    return any(kind in text for kind in _NEEDED)
-
-
 def _draws(body: list[str]) -> bool:
     return any(number in text for text in body for number in _PHILOX)
 
@@ -163,6 +180,10 @@ def _is_main(body: list[str], gradient: bool) -> bool:
     straight = any("LDSM" in text and ".M88" in text for text in body)
     waits = any("BAR.SYNC" in text for text in body)
     return waits and (transposed if gradient else straight) and (gradient or not transposed or straight)
+
+
+def _is_main_once(body: list[str], width: int) -> bool:
+    return all(any(kind in text for text in body) for kind in ("BAR.SYNC", f"HGMMA.64x{width}x16"))
 
 
 def _needed(template: Template, gradient: bool, loops: int) -> list[int]:

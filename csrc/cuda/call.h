@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "cuda/read_dy_once.h"
 #include "cuda/tickets.h"
 
 namespace mlora::cuda {
@@ -160,10 +161,18 @@ class Partials {
       add(shrink.partial, 2 * shrink.parts * of_layers * call_.row_numbers(), tickets);
     }
   }
+  // Of a sum over columns that clusters share.
+  void add_clusters(ShrinkArguments& ds) {
+    ds.parts = once_clusters(ds.columns);
+    if (ds.parts > 1) {
+      add(ds.partial, ds.parts * call_.rows * once_sums(ds.ranks),
+          once_tickets(call_.plan.split_count, call_.ranks));
+    }
+  }
   void add_gradient(Partial& partial, int64_t columns, int64_t of_layers, int64_t slots) {
     if (slots > 0) {
       add(partial, of_layers * slots * call_.ranks * columns,
-          gradient_tickets(call_.type, call_.adapters, of_layers, columns, call_.ranks));
+          gradient_tickets(call_.adapters, of_layers, columns, call_.ranks));
     }
   }
   // Fills what was added. The memory is this object's.
@@ -188,7 +197,7 @@ class Partials {
 
   void add(Partial& partial, int64_t numbers, int64_t tickets) {
     wanted_.push_back({&partial, numbers_, tickets_});
-    numbers_ += numbers;
+    numbers_ += (numbers + 3) / 4 * 4;  // each begins at a multiple of 16 bytes
     tickets_ += tickets;
   }
 

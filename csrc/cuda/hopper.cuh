@@ -2,8 +2,8 @@
 // (TMA), barriers in shared memory that count them, asynchronous products of four warps, and clusters of
 // blocks. With MLORA_EMULATE emulator_hopper.h of the tests provides them.
 //
-// A box is rows of 64 or 128 bytes, swizzled: the 16-byte chunk c of row r stands in place c ^ (r % 4 or 8)
-// of its row. Boxes begin at multiples of 1 KiB.
+// A box is rows of 64 or 128 bytes, swizzled: the 16-byte chunk c of row r stands in place c ^ (r / 2 % 4),
+// or c ^ r % 8, of its row, as in a SharedTile. Boxes begin at multiples of 1 KiB.
 #pragma once
 
 #include "cuda/primitives.cuh"
@@ -181,6 +181,17 @@ MLORA_DEVICE void wait_stored_boxes() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+// Two numbers go to the same place in a block of the cluster, whose barrier counts their eight bytes.
+MLORA_DEVICE void send_pair(uint32_t to, int rank, float low, float high, uint32_t barrier) {
+  asm volatile(
+      "{ .reg .b32 place, counter; mapa.shared::cluster.u32 place, %0, %4; "
+      "mapa.shared::cluster.u32 counter, %1, %4; "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [place], {%2, %3}, [counter]; }" ::"r"(
+          to),
+      "r"(barrier), "f"(low), "f"(high), "r"(rank)
+      : "memory");
+}
+
 MLORA_DEVICE void store_shared(uint32_t to, uint32_t word) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
@@ -204,8 +215,10 @@ MLORA_DEVICE void wait_products() {
 }
 
 #define MLORA_4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
-#define MLORA_16(i) MLORA_4(i), MLORA_4(i + 4), MLORA_4(i + 8), MLORA_4(i + 12)
-#define MLORA_64(i) MLORA_16(i), MLORA_16(i + 16), MLORA_16(i + 32), MLORA_16(i + 48)
+#define MLORA_8(i) MLORA_4(i), MLORA_4(i + 4)
+#define MLORA_16(i) MLORA_8(i), MLORA_8(i + 8)
+#define MLORA_32(i) MLORA_16(i), MLORA_16(i + 16)
+#define MLORA_64(i) MLORA_32(i), MLORA_32(i + 32)
 
 // These sums pass through the wait, so no use of them is moved before it.
 template <int kPending>
@@ -213,8 +226,16 @@ MLORA_DEVICE void wait_products(float (&sum)[128]) {
   asm volatile("wgmma.wait_group.sync.aligned %128;" : MLORA_64(0), MLORA_64(64) : "n"(kPending) : "memory");
 }
 template <int kPending>
+MLORA_DEVICE void wait_products(float (&sum)[32]) {
+  asm volatile("wgmma.wait_group.sync.aligned %32;" : MLORA_32(0) : "n"(kPending) : "memory");
+}
+template <int kPending>
 MLORA_DEVICE void wait_products(float (&sum)[16]) {
   asm volatile("wgmma.wait_group.sync.aligned %16;" : MLORA_16(0) : "n"(kPending) : "memory");
+}
+template <int kPending>
+MLORA_DEVICE void wait_products(float (&sum)[8]) {
+  asm volatile("wgmma.wait_group.sync.aligned %8;" : MLORA_8(0) : "n"(kPending) : "memory");
 }
 
 #define MLORA_WIDE(type)                                                                                  \
@@ -232,14 +253,27 @@ MLORA_DEVICE void wait_products(float (&sum)[16]) {
       "%128, %129, add, 1, 1, 0, %131; }"                                                                 \
       : MLORA_64(0), MLORA_64(64)                                                                         \
       : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kAcross ? 1 : 0))
-#define MLORA_NARROW(type)                                                                                   \
-  asm volatile(                                                                                              \
-      "{ .reg .pred add; setp.ne.b32 add, %18, 0; "                                                          \
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                                            \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, add, 1, 1, 0, 1; " \
-      "}"                                                                                                    \
-      : MLORA_16(0)                                                                                          \
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+#define MLORA_NARROW(type, columns, sums, numbers, add, a_b, across)                                      \
+  asm volatile("{ .reg .pred add; setp.ne.b32 add, " add ", 0; wgmma.mma_async.sync.aligned.m64n" columns \
+               "k16.f32." type "." type " {" numbers "}, " a_b ", add, 1, 1, " across "; }"               \
+               : sums                                                                                     \
+               : "l"(a), "l"(b), "r"(static_cast<int>(add_to)), "n"(kAAcross ? 1 : 0),                    \
+                 "n"(kBAcross ? 1 : 0))
+#define MLORA_NARROWS(type)                                                                                 \
+  if constexpr (kCount == 8) {                                                                              \
+    MLORA_NARROW(type, "16", MLORA_8(0), "%0, %1, %2, %3, %4, %5, %6, %7", "%10", "%8, %9", "%11, %12");    \
+  } else if constexpr (kCount == 16) {                                                                      \
+    MLORA_NARROW(type, "32", MLORA_16(0),                                                                   \
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15", "%18", "%16, %17", \
+                 "%19, %20");                                                                               \
+  } else {                                                                                                  \
+    static_assert(kCount == 32);                                                                            \
+    MLORA_NARROW(                                                                                           \
+        type, "64", MLORA_32(0),                                                                            \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "        \
+        "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",                                       \
+        "%34", "%32, %33", "%35, %36");                                                                     \
+  }
 
 // sum [64, 256] (+)= a [64, 16] b [16, 256], in the layout of a Fragment<1, 32>: 16 rows a warp. a and b are
 // descriptors; kAcross: b's rows of memory run along its columns, else along the summed dimension.
@@ -251,18 +285,24 @@ template <bool kAcross>
 MLORA_DEVICE void multiply_wide(Half, float (&sum)[128], uint64_t a, uint64_t b, bool add) {
   MLORA_WIDE("f16");
 }
-// sum [64, 32] (+)= a [64, 16] b [16, 32], b across
-MLORA_DEVICE void multiply_narrow(BFloat16, float (&sum)[16], uint64_t a, uint64_t b, bool add) {
-  MLORA_NARROW("bf16");
+// sum [64, 2 kCount] (+)= a [64, 16] b [16, 2 kCount], in the same layout. kAAcross: a's rows of memory run
+// along the product's rows.
+template <bool kAAcross = false, bool kBAcross = true, int kCount>
+MLORA_DEVICE void multiply_narrow(BFloat16, float (&sum)[kCount], uint64_t a, uint64_t b, bool add_to) {
+  MLORA_NARROWS("bf16")
 }
-MLORA_DEVICE void multiply_narrow(Half, float (&sum)[16], uint64_t a, uint64_t b, bool add) {
-  MLORA_NARROW("f16");
+template <bool kAAcross = false, bool kBAcross = true, int kCount>
+MLORA_DEVICE void multiply_narrow(Half, float (&sum)[kCount], uint64_t a, uint64_t b, bool add_to) {
+  MLORA_NARROWS("f16")
 }
 
+#undef MLORA_NARROWS
 #undef MLORA_NARROW
 #undef MLORA_WIDE
 #undef MLORA_64
+#undef MLORA_32
 #undef MLORA_16
+#undef MLORA_8
 #undef MLORA_4
 #endif  // __CUDA_ARCH_FEAT_SM90_ALL
 

@@ -135,6 +135,7 @@ struct ReadDyArguments {
   int layers;
   bool need_ds;
   bool need_gradient;
+  bool once;  // in one pass over dy, where that is served
 };
 
 // Why the driver or the current device cannot run these kernels; empty where it can, or where none is.
@@ -167,13 +168,12 @@ constexpr int kWordColumns = 32;
 
 MLORA_HD int panels_of(Scalar type, int64_t ranks) { return ceil_div(ranks, widest_panel(type)); }
 
-// How many tickets a launch takes.
+// How many tickets a launch takes, at most.
 inline int64_t shrink_tickets(Scalar type, int64_t tiles, int64_t layers, int64_t ranks) {
   return tiles * layers * panels_of(type, ranks);
 }
-inline int64_t gradient_tickets(Scalar type, int64_t adapters, int64_t layers, int64_t columns,
-                                int64_t ranks) {
-  return adapters * layers * ceil_div(columns, kBlockColumns) * panels_of(type, ranks);
+inline int64_t gradient_tickets(int64_t adapters, int64_t layers, int64_t columns, int64_t ranks) {
+  return adapters * layers * ceil_div(columns, kBlockColumns) * ceil_div(ranks, kFloatRanks);
 }
 
 }  // namespace mlora::cuda

@@ -136,14 +136,15 @@ std::tuple<Tensors, Tensor, OptionalTensor> forward(
 
 // dx, or an empty tensor; gradients go to where the tables say, from `da` and `db` on, or are added there.
 // Without weights `product` holds the sum of dy W, and the low-rank part is added to it. `group` as in
-// forward; `left`: multiprocessors on which dA is made beside own products; 0: before them.
+// forward; `left`: multiprocessors on which dA is made beside own products; 0: before them. `once`: dy is
+// read in one pass, where that is served.
 Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, OptionalTensor product,
                 const Tensor& a, const Tensor& a_table, OptionalTensor da, const Tensor& b,
                 const Tensor& b_table, OptionalTensor db, bool a_aligned, bool b_aligned, int64_t max_rank,
                 const Tensor& s, const OptionalTensor& keep, const Tensor& made, int64_t tiles,
                 int64_t splits, int64_t slots, const Tensor& scaling, const OptionalTensor& dropout_p,
                 const OptionalTensor& dropout_rng, const OptionalTensor& layers, bool need_dx, bool add,
-                int64_t group, int64_t left) {
+                int64_t group, int64_t left, bool once) {
   const Call call(x, dys.size(), a, a_table, b, b_table, a_aligned, b_aligned, max_rank, made, tiles, splits,
                   scaling, {dropout_p, dropout_rng, layers});
   check_dense(s, "s", 3, call.dtype);
@@ -172,8 +173,12 @@ Tensor backward(const Tensors& dys, const Tensor& x, const Tensors& weights, Opt
     if (need_ds) {
       read_dy.ds[i] = call.shrink(dy, call.b_of(i), part(ds, first));
       read_dy.ds[i].dropout.layers += call.dropout.layers == nullptr ? 0 : i;
-      partials.add_shrink(read_dy.ds[i], 1);
     }
+  }
+  read_dy.once = once;
+  const bool clusters = reads_dy_once(read_dy, call.queue);
+  for (size_t i = 0; need_ds && i < dys.size(); ++i) {
+    clusters ? partials.add_clusters(read_dy.ds[i]) : partials.add_shrink(read_dy.ds[i], 1);
   }
   GradientArguments read_x = call.gradient(x, ds.const_data_ptr(), call.a, call.layers, slots);
   read_x.dropout = call.dropout;

@@ -123,6 +123,10 @@ __device__ inline void write(T* place, const T& value) {
 
 // What another program of this launch wrote: not from this multiprocessor's own cache.
 __device__ inline float load_shared_sum(const float* place) { return __ldcg(place); }
+__device__ inline Chunk<float> load_shared_sums(const float* place) {
+  const float4 four = __ldcg(reinterpret_cast<const float4*>(place));
+  return {{four.x, four.y, four.z, four.w}};
+}
 
 __device__ inline float to_float(float value) { return value; }
 __device__ inline float to_float(BFloat16 value) {

@@ -1,7 +1,8 @@
 // ds = scaling dy B and dB = dy^T s of every layer in one launch: the second reader of a row finds it in the
-// L2 cache.
+// L2 cache. On sm_90 read_dy_once.cu makes both in one pass, in 16 bits.
 #include "cuda/dispatch.cuh"
 #include "cuda/gradient.cuh"
+#include "cuda/read_dy_once.h"
 #include "cuda/shrink.cuh"
 
 namespace mlora::cuda {
@@ -56,6 +57,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kRanks>)
 }  // namespace
 
 int launch_read_dy(ReadDyArguments arguments, const Queue& queue) {
+  if (reads_dy_once(arguments, queue)) {
+    return launch_read_dy_once(arguments, queue);
+  }
   const GradientArguments& any = arguments.gradient[0];
   int64_t programs = 0;
   bool aligned = true;

@@ -93,12 +93,12 @@ class CudaOperator:
             b.first, b.table, b.into[0] if need_db and b.into else None, a.aligned, b.aligned, a.max_rank,
             saved[0], saved[1] if len(saved) > 1 else None, made.whole, sizes.tiles, sizes.splits,
             sizes.slots, scaling, *dropout, need_dx, a.add,
-            *way,
+            *way, self.base_gemm.reads_dy_once,
         )  # fmt: skip
         return (dx if product is None else product) if need_dx else None
 
     @torch.no_grad()
-    def _trial(self, shape: Shape, device: torch.device) -> Callable[[Way], object]:
+    def _trial(self, shape: Shape, device: torch.device) -> Callable[[Way], Tensor]:
         """See `gpu_base_gemm.Trial`; draws from a generator of its own."""
         generator = torch.Generator(device).manual_seed(0)
         dtype = getattr(torch, shape.dtype)
@@ -117,10 +117,10 @@ class CudaOperator:
         plan = segments, torch.ones(_ADAPTERS, device=device), None, None, None
         layers, wanted = [Layer(PlainWeight.of(weight), weight)], (True, True, True)
         if shape.direction == "forward":
-            return lambda way: self.forward(x, layers, Adapters(a, b), plan, False, way)
+            return lambda way: self.forward(x, layers, Adapters(a, b), plan, False, way)[0][0]
         saved = self.forward(x, layers, Adapters(a, b), plan, False, CUBLAS)[1]
         into = Adapters(a.new_gradients()[0], b.new_gradients()[0])
-        return lambda way: self.backward([dy], x, layers, into, saved, plan, wanted, way)
+        return lambda way: self.backward([dy], x, layers, into, saved, plan, wanted, way)  # type: ignore[return-value]
 
 
 def _biases(layers: Sequence[Layer]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Who makes the frozen products of the backend `cuda`: cuBLAS, or a kernel with the low-rank part inside.
 
-That kernel (csrc/cuda/hopper_product.cuh) runs on sm_90. Which is faster depends on the shape, so each shape
-is measured once, at its first call; a process may be given what another one has measured.
+That kernel (csrc/cuda/hopper_product.cuh) is of sm_90. Which is faster depends on the shape. So `fastest`
+measures each shape once, at its first call; a process may be given what another one has measured.
 
 Letters: T rows, D = d_in, O = d_out.
 """
@@ -9,6 +9,7 @@ Letters: T rows, D = d_in, O = d_out.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Library = Literal["cublas", "mlora"]
+Library = Literal["cublas", "mlora", "fastest"]
+DEFAULT: Library = "cublas"
+"""Until the kernels of sm_90 have run on a GPU."""
 
 
 class Way(NamedTuple):
@@ -65,8 +68,8 @@ Times = dict[Way, float]
 """Seconds of a call."""
 Record = dict[str, Any]
 """The fields of a `Shape`, and `seconds`; JSON can hold it."""
-Trial = Callable[[Shape, torch.device], Callable[[Way], object]]
-"""Returns a call of one shape with numbers of its own."""
+Trial = Callable[[Shape, torch.device], Callable[[Way], Tensor]]
+"""Returns a call of one shape with numbers of its own, which returns y or dx."""
 
 
 class GpuBaseGemm:
@@ -76,12 +79,12 @@ class GpuBaseGemm:
         trial: see `Trial`.
 
     Attributes:
-        library: that is forced; None: the faster one.
+        library: that multiplies.
         times: what was measured.
     """
 
     def __init__(self, trial: Trial) -> None:
-        self.library: Library | None = None
+        self.library: Library = DEFAULT
         self.times: dict[Shape, Times] = {}
         self._trial, self._lock = trial, threading.Lock()
 
@@ -101,6 +104,14 @@ class GpuBaseGemm:
                 return CUBLAS
             self.measure(shapes, x.device)
         return faster([self.times[shape] for shape in shapes])
+
+    @property
+    def reads_dy_once(self) -> bool:
+        """Whether backward takes the kernel of sm_90 that reads dy once (csrc/cuda/read_dy_once.cuh).
+
+        No shape decides: the bits of dA and dB would depend on the other rows of a batch.
+        """
+        return self.library != "cublas"
 
     def measure(self, shapes: Sequence[Shape], device: torch.device) -> None:
         """Measures shapes that are not known; one that does not fit into memory stays with cuBLAS."""
@@ -180,18 +191,31 @@ def faster(times: Sequence[Times]) -> Way:
     return min(known, key=lambda way: sum(one[way] for one in times))
 
 
-def _best(ways: Sequence[Way], run: Callable[[Way], object], device: torch.device) -> Times:
-    """Returns the least seconds of a call, of rounds in which all take turns."""
-    best = dict.fromkeys(ways, float("inf"))
+def _best(ways: Sequence[Way], run: Callable[[Way], Tensor], device: torch.device) -> Times:
+    """Returns the least seconds of a call, of rounds in which all take turns; of ways that agree only."""
     with torch.cuda.device(device):
+        want = run(CUBLAS)
+        best = {way: float("inf") for way in ways if way == CUBLAS or _agrees(run(way), want)}
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for turn in range(_ROUNDS + 1):
+        for _ in range(_ROUNDS):
             for way in best:
                 begun.record()
                 for _ in range(_CALLS):
                     run(way)
                 ended.record()
                 ended.synchronize()
-                if turn:  # the first loads kernels
-                    best[way] = min(best[way], begun.elapsed_time(ended) / 1e3 / _CALLS)
+                best[way] = min(best[way], begun.elapsed_time(ended) / 1e3 / _CALLS)
     return best
+
+
+def _agrees(found: Tensor, want: Tensor) -> bool:
+    """Whether a product is cuBLAS's to rounding; warns if it is not."""
+    error = torch.linalg.vector_norm(found - want, dtype=torch.float32)
+    if error <= 0.01 * torch.linalg.vector_norm(want, dtype=torch.float32):
+        return True
+    warnings.warn(
+        f"the product of {list(found.shape)} with the low-rank part inside is wrong on this GPU, so cuBLAS "
+        "makes it; please report this",
+        stacklevel=2,
+    )
+    return False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from .gpu_base_gemm import Library, serves
+from .gpu_base_gemm import DEFAULT, Library, serves
 
 if TYPE_CHECKING:
     from .interface import GpuOperator
@@ -91,19 +91,20 @@ def use_gpu_base_gemm(library: Library | None) -> None:
     cuBLAS, so results differ by rounding.
 
     Args:
-        library: `mlora` (that kernel, where rows and weights begin at multiples of 16 bytes), `cublas`, or
-            None: the faster one for each shape, measured at its first call; the default.
+        library: `cublas`; `mlora` (that kernel, where rows and weights begin at multiples of 16 bytes);
+            `fastest` of both for each shape, measured at its first call; None: `cublas`, until the kernels
+            of sm_90 have run on a GPU. But for `cublas`, backward reads dy with a kernel of sm_90, too.
 
     Raises:
         ValueError: there is no such library, or this installation or GPU does not have it.
     """
     if library not in (None, *get_args(Library)):
-        raise ValueError(f"base_gemm: expected cublas, mlora or None, got {library!r}")
+        raise ValueError(f"base_gemm: expected {', '.join(get_args(Library))} or None, got {library!r}")
     operator = gpu_operator("cuda")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if library == "mlora" and not serves(device):
         raise ValueError("base_gemm: 'mlora' needs a GPU of sm_90 and a build for it; take 'cublas'")
-    operator.base_gemm.library = library  # type: ignore[attr-defined]
+    operator.base_gemm.library = library or DEFAULT  # type: ignore[attr-defined]
 
 
 def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:

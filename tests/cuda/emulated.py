@@ -133,21 +133,24 @@ def fail_next(launch: str) -> None:
 
 
 @contextmanager
-def broken(operation: str, threads: range = range(1024), call: int = -1) -> Iterator[Callable[[], str]]:
+def broken(
+    operation: str, threads: range = range(1024), call: int = -1, launch: str = ""
+) -> Iterator[Callable[[], str]]:
     """Leaves out an operation of `emulator_hopper.h`, or a wait; what it yields says what was noticed.
 
     Args:
         operation: its name, such as `barrier_wait`.
         threads: of a block.
         call: which one of each thread; -1: each.
+        launch: in launches of this name; default: in all.
     """
     library = ctypes.CDLL(str(build()))
     library.mlora_emulator_found.restype = ctypes.c_char_p
-    library.mlora_emulator_break(operation.encode(), threads.start, threads.stop, call)
+    library.mlora_emulator_break(operation.encode(), launch.encode(), threads.start, threads.stop, call)
     try:
         yield lambda: library.mlora_emulator_found().decode()
     finally:
-        library.mlora_emulator_break(b"", 0, 0, -1)
+        library.mlora_emulator_break(b"", b"", 0, 0, -1)
 
 
 @contextmanager
@@ -159,6 +162,17 @@ def shared_memory(kibibytes: int) -> Iterator[None]:
         yield
     finally:
         library.mlora_emulator_limit(227 * 1024)
+
+
+@contextmanager
+def no_hopper() -> Iterator[None]:
+    """Makes the device one before sm_90: without clusters."""
+    library = ctypes.CDLL(str(build()))
+    library.mlora_emulator_hopper(False)
+    try:
+        yield
+    finally:
+        library.mlora_emulator_hopper(True)
 
 
 @contextmanager

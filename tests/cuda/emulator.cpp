@@ -77,11 +77,13 @@ bool launches_do_nothing = false;
 int shared_limit = 227 * 1024;
 std::string failing;
 int multiprocessor_count = 132;
+bool hopper = true;
 
-// The operation that a test leaves out, of threads [first, end) of a block: each call, or only one of each
-// thread.
+// The operation that a test leaves out in launches of a name, of threads [first, end) of a block: each call,
+// or only one of each thread.
 struct Break {
   std::string operation;
+  std::string launch;  // empty: in all
   int first = 0;
   int end = 0;
   int call = -1;
@@ -128,6 +130,7 @@ void run_thread(int index) {
 }
 
 // Runs each thread in turn until it waits; the order of the turns is new each time. Boxes arrive in between.
+// Of a cluster one block stands still for a while, until others wait for it at the latest.
 void run_cluster() {
   start_fibers();
   begin_boxes();
@@ -136,13 +139,18 @@ void run_cluster() {
   while (padded < threads) {
     padded *= 2;
   }
+  int still = -1;
   while (machine.done < threads && !machine.stopped) {
+    if (machine.cluster > 1 && machine.random() % 8 == 0) {
+      still = static_cast<int>(machine.random() % static_cast<unsigned>(machine.cluster));
+    }
     const unsigned start = machine.random(), stride = machine.random() | 1u;
     bool progress = false;
     for (int turn = 0; turn < padded && !machine.stopped; ++turn) {
       const int thread =
           static_cast<int>((start + static_cast<unsigned>(turn) * stride) % static_cast<unsigned>(padded));
-      if (thread < threads && machine.fibers[thread].state == State::kReady) {
+      if (thread < threads && thread / machine.threads != still &&
+          machine.fibers[thread].state == State::kReady) {
         progress = true;
         run_thread(thread);
         if (machine.random() % 64 == 0) {
@@ -150,9 +158,10 @@ void run_cluster() {
         }
       }
     }
-    if (!progress && !move_a_box()) {
+    if (!progress && still < 0 && !move_a_box()) {
       report("threads wait for others that never come");
     }
+    still = progress ? still : -1;
   }
   if (!machine.stopped) {
     check_boxes();
@@ -187,7 +196,7 @@ void leave(State state) {
 
 bool is_broken(const char* operation) {
   if (broken.operation.empty() || broken.operation != operation || thread_index() < broken.first ||
-      thread_index() >= broken.end) {
+      thread_index() >= broken.end || (!broken.launch.empty() && broken.launch != machine.name)) {
     return false;
   }
   return machine.fibers[machine.current].calls++ == broken.call || broken.call < 0;
@@ -245,6 +254,7 @@ void meet(WarpWork work, void* operands) {
 
 int most_shared_bytes(const Queue&) { return shared_limit; }
 int multiprocessors(const Queue&) { return multiprocessor_count; }
+bool is_hopper(const Queue&) { return hopper; }
 
 uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(shared) - machine.shared_begin);
@@ -287,9 +297,9 @@ void count_write(const void* place, int bytes) {
   }
 }
 
-void count_product() {
+void count_products(int count) {
   if (machine.current % kLanes == 0) {
-    ++watch.products[machine.current / kLanes];
+    watch.products[machine.current / kLanes] += count;
   }
 }
 
@@ -305,6 +315,7 @@ void wait_for_copies(int pending) {
     const Copy& copy = fiber.copies[finished++];
     std::memset(copy.shared, 0, static_cast<size_t>(copy.size));
     std::memcpy(copy.shared, copy.global, static_cast<size_t>(copy.present));
+    hide_copy(copy.shared, copy.size);
   }
   fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + static_cast<ptrdiff_t>(finished));
 }
@@ -374,6 +385,7 @@ int run_grid(const char* name, const Grid& grid, int threads, int shared_bytes, 
         static_cast<unsigned char*>(mmap(nullptr, kMostThreads * kStackBytes, PROT_READ | PROT_WRITE,
                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   }
+  machine.name = name;
   machine.threads = threads;
   machine.cluster = grid.cluster;
   machine.run = run;
@@ -436,17 +448,23 @@ extern "C" __attribute__((visibility("default"))) void mlora_emulator_multiproce
   mlora::cuda::multiprocessor_count = count;
 }
 
+// Whether the device is an sm_90 from now on.
+extern "C" __attribute__((visibility("default"))) void mlora_emulator_hopper(bool is) {
+  mlora::cuda::hopper = is;
+}
+
 // The next launch of this name ends with an error after half of its programs.
 extern "C" __attribute__((visibility("default"))) void mlora_emulator_fail(const char* name) {
   mlora::cuda::failing = name;
 }
 
 // Leaves an operation out from now on, in threads [first, end) of a block: each call, or with `call` at least
-// 0 only that one of each thread. A launch in which that is noticed ends with an error. An empty name mends
-// all.
-extern "C" __attribute__((visibility("default"))) void mlora_emulator_break(const char* operation, int first,
+// 0 only that one of each thread; with a launch's name only there. A launch in which that is noticed ends
+// with an error. An empty name mends all.
+extern "C" __attribute__((visibility("default"))) void mlora_emulator_break(const char* operation,
+                                                                            const char* launch, int first,
                                                                             int end, int call) {
-  mlora::cuda::broken = {operation, first, end, call, ""};
+  mlora::cuda::broken = {operation, launch, first, end, call, ""};
 }
 
 // What was noticed; empty: nothing.

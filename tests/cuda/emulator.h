@@ -49,8 +49,8 @@ inline int take_ticket(int* ticket) { return (*ticket)++; }
 // Counts an access to global memory.
 void count_read(const void* place, int bytes);
 void count_write(const void* place, int bytes);
-// Counts a matrix instruction of the warp.
-void count_product();
+// Counts matrix instructions of the warp.
+void count_products(int count);
 template <typename T>
 T read(const T* place) {
   count_read(place, sizeof(T));
@@ -62,6 +62,9 @@ void write(T* place, const T& value) {
   *place = value;
 }
 inline float load_shared_sum(const float* place) { return read(place); }
+inline Chunk<float> load_shared_sums(const float* place) {
+  return read(reinterpret_cast<const Chunk<float>*>(place));
+}
 
 inline float to_float(float value) { return value; }
 inline float to_float(BFloat16 value) { return cpu::emulated::to_float(cpu::emulated::BF16{value.bits}); }
@@ -150,7 +153,7 @@ void multiply_work(void* const* operands) {
 
 template <typename T>
 void multiply(T, float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  count_product();
+  count_products(1);
   ProductLanes lanes{sum, a, {b0, b1}};
   meet(multiply_work<T>, &lanes);
 }

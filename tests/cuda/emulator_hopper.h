@@ -1,10 +1,11 @@
 // The operations of csrc/cuda/hopper.cuh on a CPU, for tests.
 //
 // What is undefined on a GPU is made visible. A box destroys its destination when it is asked for and comes
-// later, in any order, to each block of a cluster on its own; a box that is sent away is read as late as a
-// wait allows. Products are made as late as a wait allows, and their sums are NaN until then. What a thread
-// has not shown to copies leaves as NaN. Clusters of threads that wait for ever, arrivals too often, and
-// boxes and arrivals for a block that may have left end the process.
+// later, in any order, to each block of a cluster on its own, and so do pairs of numbers; a box that is sent
+// away is read as late as a wait allows. Products are made as late as a wait allows, and their sums are NaN
+// until then. What a thread has not shown to copies leaves as NaN, and is NaN to products. Clusters of
+// threads that wait for ever, arrivals too often, and boxes, pairs and arrivals for a block that may have
+// left end the process.
 #pragma once
 
 #include "emulator.h"
@@ -27,7 +28,7 @@ constexpr int kNotSupported = 801;
 
 int make_map(TensorMap& map, Scalar type, const void* data, int64_t rows, int64_t columns, int64_t stride,
              int box_rows, int box_columns);
-inline bool is_hopper(const Queue&) { return true; }
+bool is_hopper(const Queue&);
 
 template <int kCluster>
 int cluster_rank() {
@@ -52,6 +53,7 @@ void barrier_wait(uint32_t barrier, int parity);
 inline void fetch_map(const TensorMap*) {}
 void load_box(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier);
 void load_box_for_both(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier);
+void send_pair(uint32_t to, int rank, float low, float high, uint32_t barrier);
 void show_to_copies();
 void send_box(const TensorMap* map, int column, int row, uint32_t from, bool add);
 inline void store_box(const TensorMap* map, int column, int row, uint32_t from) {
@@ -81,16 +83,17 @@ void wait_products(float (&)[kCount]) {
   wait_for_products(kPending);
 }
 // sum: this thread's `count` numbers of sum [64, 2 count]
-void add_product(Scalar type, float* sum, int count, bool across, uint64_t a, uint64_t b, bool add);
+void add_product(Scalar type, float* sum, int count, bool a_across, bool b_across, uint64_t a, uint64_t b,
+                 bool add);
 inline Scalar scalar_of(BFloat16) { return Scalar::kBFloat16; }
 inline Scalar scalar_of(Half) { return Scalar::kHalf; }
 template <bool kAcross, typename T>
 void multiply_wide(T, float (&sum)[128], uint64_t a, uint64_t b, bool add) {
-  add_product(scalar_of(T{}), sum, 128, kAcross, a, b, add);
+  add_product(scalar_of(T{}), sum, 128, false, kAcross, a, b, add);
 }
-template <typename T>
-void multiply_narrow(T, float (&sum)[16], uint64_t a, uint64_t b, bool add) {
-  add_product(scalar_of(T{}), sum, 16, true, a, b, add);
+template <bool kAAcross = false, bool kBAcross = true, typename T, int kCount>
+void multiply_narrow(T, float (&sum)[kCount], uint64_t a, uint64_t b, bool add) {
+  add_product(scalar_of(T{}), sum, kCount, kAAcross, kBAcross, a, b, add);
 }
 
 }  // namespace mlora::cuda

@@ -11,8 +11,8 @@ namespace mlora::cuda {
 
 constexpr int kLanes = 32;
 constexpr int kWarpgroup = 128;
-constexpr int kMostThreads = 1024;
-constexpr int kMostCluster = 2;
+constexpr int kMostThreads = 2048;
+constexpr int kMostCluster = 8;
 
 enum class State { kReady, kAtBarrier, kMeeting, kAtPhase, kDone };
 
@@ -52,7 +52,8 @@ struct Machine {
   size_t shared_stride;
   size_t shared_bytes;
   std::mt19937 random{1};
-  int threads;  // of a block
+  const char* name;  // of the launch
+  int threads;       // of a block
   int cluster;
   int current;  // in the cluster
   int rank;     // in the cluster, of the current one's block
@@ -82,6 +83,9 @@ void wait_at_barrier(int which, int count);
 
 // Whether a test has asked to leave this call out.
 bool is_broken(const char* operation);
+
+// The thread has copied something into shared memory that boxes and products do not see yet.
+void hide_copy(const void* shared, int bytes);
 
 // Boxes that a thread has sent away and boxes on their way: emulator_hopper.cpp.
 void begin_boxes();

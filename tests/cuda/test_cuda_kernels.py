@@ -366,9 +366,10 @@ def test_devices_with_less_shared_memory(backend: str, dtype: torch.dtype, rank:
             )
         return [*ys, *da, *(matrix for layer in db for matrix in layer), dx]
 
-    expected = results()
-    with emulated.shared_memory(99):
-        found = results()
+    with emulated.no_hopper():
+        expected = results()
+        with emulated.shared_memory(99):
+            found = results()
     assert all(map(torch.equal, found[:-1], expected[:-1]))
     eps = torch.finfo(dtype).eps
     assert (found[-1] - expected[-1]).abs().max() <= 4 * eps * expected[-1].abs().max(), (

@@ -9,6 +9,7 @@ import torch
 
 import mlora_ext as mx
 from mlora_ext.backends.factors import factors_of
+from mlora_ext.backends.gpu_base_gemm import GpuBaseGemm
 from mlora_ext.backends.interface import Adapters, Layer
 from mlora_ext.backends.selection import gpu_operator
 from mlora_ext.frozen.plain import PlainWeight
@@ -31,14 +32,21 @@ CALLS = {
         "d_outs": (1088,),
         "dropout": False,
     },
+    "several clusters of columns of dy": {
+        "rows": (1090, 65),
+        "ranks": (16, 48),
+        "d_in": 256,
+        "d_outs": (2312, 64),
+    },
 }
 
 
 @pytest.fixture(autouse=True)
-def emulator():
+def emulator(monkeypatch: pytest.MonkeyPatch):
     if emulated.missing():
         pytest.skip(emulated.missing())
     emulated.load()
+    monkeypatch.setattr(GpuBaseGemm, "reads_dy_once", True)
 
 
 def launches_of(call) -> dict[str, emulated.Launch]:

@@ -219,6 +219,7 @@ def test_a_trial_runs_every_candidate(direction: str) -> None:
     run = gpu_operator("cuda")._trial(shape_of(direction, 200, 72, 40), torch.device("cpu"))
     state = torch.get_rng_state()
     names = {way: launches_of(lambda way=way: run(way)) for way in WAYS[direction]}
+    assert all(gpu_base_gemm._agrees(run(way), run(CUBLAS)) for way in WAYS[direction])
     assert all(("product" in launches) is (way != CUBLAS) for way, launches in names.items())
     assert torch.equal(torch.get_rng_state(), state), "the user's random numbers are as before"
 
@@ -239,6 +240,7 @@ def test_the_faster_of_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> N
         (4096, 512): {CUBLAS: 0.0},  # own ones did not fit into memory
     }
     choice = GpuBaseGemm(lambda shape, device: asked.append(shape) or (lambda way: None))
+    choice.library = "fastest"
     monkeypatch.setattr(gpu_base_gemm, "_best", lambda ways, run, device: times[asked[-1][3:]])
 
     def way(rows: int, *outs: int, direction: str = "forward") -> Way:
@@ -268,6 +270,14 @@ def test_the_faster_of_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @EMULATED
+def test_a_wrong_product_is_not_taken() -> None:
+    want = torch.randn(4, 8).bfloat16()
+    for wrong in (want.roll(1, 0), want.clone().index_fill_(1, torch.tensor([3]), torch.nan)):
+        with pytest.warns(UserWarning, match="is wrong on this GPU, so cuBLAS makes it"):
+            assert not gpu_base_gemm._agrees(wrong, want)
+
+
+@EMULATED
 def test_shapes_that_are_measured() -> None:
     weights = [torch.empty(16, 8, dtype=torch.bfloat16)] * 2
     weights += [torch.empty(16, 8), torch.empty(16, 9, dtype=torch.float16)]
@@ -291,5 +301,5 @@ def test_what_was_measured_can_be_learnt() -> None:
 
 @EMULATED
 def test_a_library_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="base_gemm: expected cublas, mlora or None, got 'mkl'"):
+    with pytest.raises(ValueError, match="base_gemm: expected cublas, mlora, fastest or None, got 'mkl'"):
         mx.use_gpu_base_gemm("mkl")

@@ -111,10 +111,10 @@ class RunConfig(Strict):
         description="Whether to recompute each block in the backward pass instead of keeping its "
         "activations.",
     )
-    base_gemm: Literal["aten", "onednn", "cublas", "mlora"] | None = Field(
+    base_gemm: Literal["aten", "onednn", "cublas", "mlora", "fastest"] | None = Field(
         default=None,
-        description="Library that multiplies by the frozen weights, `cublas` and `mlora` on sm_90 GPUs in 16 "
-        "bits; null: the faster one, measured once. Rounding depends on it.",
+        description="Library that multiplies by the frozen weights; the last three are of GPUs. null: the "
+        "faster one, measured once; on a GPU `cublas`. Rounding depends on it.",
     )
     pack_base: bool = Field(
         default=False,

@@ -356,8 +356,8 @@ class Engine(Batcher):
     def base_gemm(self) -> str | None:
         """The library that multiplies by the frozen weights: on a CPU measured, unless it was set.
 
-        On a GPU None, unless it was set: the faster one for each shape, see `measure_base_gemm`. Rounding
-        depends on it. The choice holds for the whole process; on a CPU by dtype.
+        On a GPU None, unless it was set; `fastest` for each shape, see `measure_base_gemm`. Rounding depends
+        on it. The choice holds for the whole process; on a CPU by dtype.
 
         Raises:
             ValueError: when set to a library that does not serve this model here.

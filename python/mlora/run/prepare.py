@@ -45,6 +45,7 @@ from mlora.run.trial_losses import faults_of_own_losses
 from mlora.scheduler import token_balanced
 from mlora.tasks.groups import held_batches, most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder, check_loss
+from mlora_ext.backends.gpu_base_gemm import DEFAULT
 from mlora_ext.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def prepare(
             engine = make_engine(config, tasks or trials, member, trace)
             unless_prepared.callback(engine.close)
             loaded, placed = (_used_by_base(engine), engine.base_bytes()) if measure else (0, [])
-            if config.base_gemm is None:
+            if (config.base_gemm or DEFAULT) == "fastest":
                 base_gemm_of_gpu(engine, reporter, keep=not measure)
             memory = limit_memory(config, engine, earlier)
             folder = RunFolder(config.output_dir)
