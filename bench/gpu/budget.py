@@ -11,7 +11,7 @@ Letters: T rows, D = d_in, O = d_out of a layer, R largest rank, N adapters, L l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 COPY = 4.3e12
@@ -26,8 +26,6 @@ GAP = 1e-6
 ADDED = 0.0
 """Share of the time of its bytes that a frozen product takes longer if it adds to what is there: on an H100
 products of 8192 rows took as long either way (`bench/results/gpu-h100/launches.txt`)."""
-EXTENSION = 64
-"""The low-rank columns of an extended base come in multiples of this."""
 QUARTERS, UNIT, TILE_ROWS, SPLIT_TILES, WORD_COLUMNS = 4, 128, 64, 16, 32
 CLUSTER_COLUMNS, CLUSTER_RANKS = 2048, 64
 """Columns of dy that a cluster of read_dy takes, and the ranks."""
@@ -145,16 +143,17 @@ class Cost(NamedTuple):
     seconds: float
 
 
+def _mean(call: Call, count: Callable[[int], float]) -> float:
+    """Returns the mean over all rows: each tile takes the width of its own adapter."""
+    widths = [next(w for w in (16, 32, 64, 128) if rank <= w or w == 128) for rank in call.ranks]
+    return sum(n * count(w) for n, w in zip(call.rows, widths, strict=True)) / call.total_rows
+
+
 def costs(call: Call, instructions: Instructions) -> list[Cost]:
     """Returns every launch of forward and backward, in order."""
     T, L, D, outs = call.total_rows, call.layers, call.d_in, sum(call.d_outs)
     masks = 0 if not call.dropout else 2 if call.saves_masks else 1
     at_once = min(L, 3 if max(call.ranks) <= 64 else 1)
-
-    def mean(count: Callable[[int], float]) -> float:
-        """Of all rows: each tile takes the width of its own adapter."""
-        widths = [next(w for w in (16, 32, 64, 128) if rank <= w or w == 128) for rank in call.ranks]
-        return sum(n * count(w) for n, w in zip(call.rows, widths, strict=True)) / T
 
     def read_dy(width: int) -> float:
         panels, own = _ceil_div(width, CLUSTER_RANKS), min(width, CLUSTER_RANKS)
@@ -163,10 +162,12 @@ def costs(call: Call, instructions: Instructions) -> list[Cost]:
         )
 
     per_element = {
-        "shrink": L * mean(lambda width: instructions("shrink", width, (int(call.dropout), 1), False)),
-        "expand": mean(lambda width: instructions("expand", width, (1,), False)),
-        "read_dy": mean(read_dy),
-        "read_x": mean(lambda width: instructions("read_x", width, (at_once, masks, 1), True)) * L / at_once,
+        "shrink": L * _mean(call, lambda width: instructions("shrink", width, (int(call.dropout), 1), False)),
+        "expand": _mean(call, lambda width: instructions("expand", width, (1,), False)),
+        "read_dy": _mean(call, read_dy),
+        "read_x": _mean(call, lambda width: instructions("read_x", width, (at_once, masks, 1), True))
+        * L
+        / at_once,
     }
     elements = {"shrink": T * D, "expand": T * outs, "read_dy": T * outs, "read_x": T * D}
     bytes_of = {name: one.read + one.written for name, one in traffic(call).items()}
@@ -189,28 +190,26 @@ def costs(call: Call, instructions: Instructions) -> list[Cost]:
     ]
 
 
-def extended_costs(call: Call, instructions: Instructions) -> list[Cost]:
-    """Returns every launch if the low-rank part were inside the forward product; nothing computes so yet.
+def own_costs(call: Call, instructions: Instructions) -> list[Cost]:
+    """Returns every launch where own products have the low-rank parts inside (docs/gpu.md).
 
-    B of all adapters stands beside W, `[W, B_1, B_2, ...]`, and shrink writes x with s beside it, the s of a
-    row in the columns of its own adapter: `[s_1 | x | s_2 | s_3 ...]` for layers 1, 2, 3 that share x, so
-    that each finds its own s next to x. One product makes y: no expand, and y is written once. In return x
-    is written once more, and the product is wider by the adapters' ranks. The instructions for the copy are
-    few and not counted. Backward stays as it is: dropout stands between ds A and dx.
+    They are taken to be as fast as the vendor's. Drawing masks beside their multiplications is not counted.
+    read_x makes dA alone, with the instructions of `read_dy`'s gradient and those of its own masks.
     """
-    T, L, D = call.total_rows, call.layers, call.d_in
-    width = EXTENSION * _ceil_div(sum(call.ranks), EXTENSION)
-    shrink, _, _, *backward = costs(call, instructions)
-    size = shrink.bytes + T * (D + L * width) * ROW
-    issued = (shrink.instructions or 0.0) * T * D / ISSUE
-    # a layer behind the second multiplies by its neighbours' columns, too, which are zero beside its W
-    columns = sum(width * max(1, i) * d_out for i, d_out in enumerate(call.d_outs))
-    wider = 2 * T * columns / FLOPS
-    return [
-        shrink._replace(bytes=size, seconds=max(size / BANDWIDTH, issued) + GAP),
-        Cost("y, wider", 0, None, wider),
-        *backward,
-    ]
+    T, L, D, outs = call.total_rows, call.layers, call.d_in, sum(call.d_outs)
+    shrink, _, _, read_dy, read_x, _ = costs(call, instructions)
+    without_masks = costs(replace(call, dropout=False), instructions)[4]
+    padded = sum(16 * _ceil_div(rank, 16) for rank in call.ranks)
+
+    def page(name: str, columns: int) -> Cost:
+        size = (sum(call.ranks) * FACTOR + padded * ROW) * columns
+        return Cost(name, size, None, size / BANDWIDTH + GAP)
+
+    size = read_x.bytes - T * D * ROW
+    each = L * _mean(call, lambda width: instructions("read_dy", width, (1,), True))
+    each += (read_x.instructions or 0.0) - (without_masks.instructions or 0.0)
+    of_a = Cost("read_x, dA", size, each, max(size / BANDWIDTH, each * T * D / ISSUE) + GAP)
+    return [shrink, page("page of B", outs), read_dy, page("page of A", L * D), of_a]
 
 
 def seconds(costs: Sequence[Cost]) -> float:
@@ -218,18 +217,15 @@ def seconds(costs: Sequence[Cost]) -> float:
     return sum(cost.seconds for cost in costs)
 
 
-def ratio(calls: Sequence[Call], instructions: Instructions, *, extended: bool = False) -> float:
+def ratio(calls: Sequence[Call], instructions: Instructions, *, own: bool = False) -> float:
     """Returns the time of layers with adapters to that of the frozen layers.
 
     Args:
         calls: of the layers.
         instructions: of the kernels.
-        extended: whether layers have an extended base where that is faster.
+        own: whether products are own ones, with the low-rank parts inside.
     """
-    total = 0.0
-    for call in calls:
-        ways = [costs(call, instructions)] + [extended_costs(call, instructions)] * extended
-        total += min(map(seconds, ways))
+    total = sum(seconds((own_costs if own else costs)(call, instructions)) for call in calls)
     return 1 + total / sum(call.frozen for call in calls)
 
 

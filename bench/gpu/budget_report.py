@@ -32,15 +32,17 @@ def _instructions(kernel: str, panel: int, others: tuple[int, ...], gradient: bo
     return per_element(code_of(LIBRARY, ARCHITECTURE)[compiled], template, gradient=gradient)
 
 
-def launches(rows: int, ranks: str, mode: str, model: str) -> Iterator[str]:
+def launches(rows: int, ranks: str, mode: str, model: str, own: bool) -> Iterator[str]:
     """Yields a line of each launch of one decoder layer."""
+    how = budget.own_costs if own else budget.costs
     dropout, saves = MODES[mode]
     calls = budget.calls_of(model, rows, RANKS[ranks], dropout=dropout, saves_masks=saves)
-    yield f"{model}, {rows} rows, adapters {ranks}, masks {mode}"
+    products = "own" if own else "cuBLAS's"
+    yield f"{model}, {rows} rows, adapters {ranks}, masks {mode}, {products} products"
     yield f"  {'layers':24} {'launch':14} {'MB':>8} {'instructions':>13} {'µs':>7}  bound by"
     for call in calls:
         shape = f"{call.d_in} -> {' '.join(map(str, call.d_outs))}"
-        for cost in budget.costs(call, _instructions):
+        for cost in how(call, _instructions):
             by_bytes = cost.instructions is None or cost.seconds <= cost.bytes / budget.BANDWIDTH + budget.GAP
             count = "" if cost.instructions is None else f"{cost.instructions:.2f}"
             yield (
@@ -48,7 +50,7 @@ def launches(rows: int, ranks: str, mode: str, model: str) -> Iterator[str]:
                 f"{'bytes' if by_bytes else 'instructions'}"
             )
     frozen = sum(call.frozen for call in calls)
-    yield f"  frozen {1e6 * frozen:.0f} µs, ratio {budget.ratio(calls, _instructions):.3f}"
+    yield f"  frozen {1e6 * frozen:.0f} µs, ratio {budget.ratio(calls, _instructions, own=own):.3f}"
 
 
 def mixtures() -> Iterator[str]:
@@ -67,30 +69,10 @@ def mixtures() -> Iterator[str]:
             yield f"  {model:12} {mode:11} {launches_of(ranks) / equal:6.3f}"
 
 
-def extensions() -> Iterator[str]:
-    """Yields what an extended base would gain for each group of layers, by the adapters' number."""
-    counts = (1, 4, 8, 16, 32, 64)
-    yield "an extended base, which is not built: µs that layers of Llama-2-7B would gain in 8192 rows, by the"
-    yield "number of adapters of rank 16"
-    yield f"  {'layers':24} {'masks':11} " + " ".join(f"{count:>6}" for count in counts)
-    for mode, (dropout, saves) in MODES.items():
-        gains: dict[str, list[float]] = {}
-        for count in counts:
-            ranks = (16,) * count
-            calls = budget.calls_of("Llama-2-7B", 8192, ranks, dropout=dropout, saves_masks=saves)
-            for call in calls:
-                ways = budget.costs(call, _instructions), budget.extended_costs(call, _instructions)
-                ours, extended = map(budget.seconds, ways)
-                shape = f"{call.d_in} -> {' '.join(map(str, call.d_outs))}"
-                gains.setdefault(shape, []).append(1e6 * (ours - extended))
-        for shape, values in gains.items():
-            yield f"  {shape:24} {mode:11} " + " ".join(f"{value:6.0f}" for value in values)
-
-
 def ratios() -> Iterator[str]:
     """Yields the table of ratios to the frozen layers."""
     yield (
-        f"{'model':12} {'rows':>5} {'adapters':14} {'masks':11} {'ours':>6} {'extended':>8} {'PEFT':>6} "
+        f"{'model':12} {'rows':>5} {'adapters':14} {'masks':11} {'cublas':>6} {'own':>6} {'PEFT':>6} "
         f"{'LoRAFusion':>11} {'limit':>6}"
     )
     for model in budget.MODELS:
@@ -100,9 +82,9 @@ def ratios() -> Iterator[str]:
                     calls = budget.calls_of(model, rows, RANKS[ranks], dropout=dropout, saves_masks=saves)
                     others = budget.peers(calls)
                     ours = budget.ratio(calls, _instructions)
-                    extended = budget.ratio(calls, _instructions, extended=True)
+                    own = budget.ratio(calls, _instructions, own=True)
                     yield (
-                        f"{model:12} {rows:5} {ranks:14} {mode:11} {ours:6.3f} {extended:8.3f} "
+                        f"{model:12} {rows:5} {ranks:14} {mode:11} {ours:6.3f} {own:6.3f} "
                         f"{others['PEFT']:6.3f} {others['LoRAFusion']:11.3f} {others['limit']:6.3f}"
                     )
 
@@ -119,8 +101,9 @@ def main() -> None:
     ]
     try:
         for mode in MODES:
-            lines += [*launches(8192, "4 of rank 16", mode, "Llama-2-7B"), ""]
-        lines += [*mixtures(), "", *extensions(), "", *ratios()]
+            for own in (False, True):
+                lines += [*launches(8192, "4 of rank 16", mode, "Llama-2-7B", own), ""]
+        lines += [*mixtures(), "", "frozen products by cuBLAS, or own ones of the same speed", *ratios()]
     except (OSError, RuntimeError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
     print("\n".join(lines))

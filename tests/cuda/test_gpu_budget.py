@@ -110,31 +110,23 @@ def test_peers_and_limit_as_published() -> None:
     assert found["LoRAFusion"] == pytest.approx(1.10, abs=0.003)
 
 
-def test_an_extended_base_by_hand() -> None:
-    """Of 1000 rows, two layers 512 -> 1024 that share x, and adapters that fill 64 columns."""
+def test_own_products_by_hand() -> None:
+    """Of 1000 rows, two layers 512 -> 1024 that share x, and adapters whose ranks are padded to 48 and 32."""
     from gpu import budget
 
     call = budget.Call([600, 400], [40, 20], 512, [1024, 1024])
-    ours, extended = (
+    ours, own = (
         {cost.name: cost for cost in costs(call, lambda *arguments: 0.0)}
-        for costs in (budget.costs, budget.extended_costs)
+        for costs in (budget.costs, budget.own_costs)
     )
-    assert extended.keys() == ours.keys() - {"expand", "y, added to"} | {"y, wider"}
-    assert extended["shrink"].bytes - ours["shrink"].bytes == 1000 * (512 + 2 * 64) * 2
-    assert extended["y, wider"].seconds == pytest.approx(2 * 1000 * (64 + 64) * 1024 / budget.FLOPS)
-    assert extended["read_x"] == ours["read_x"]
-    third = budget.Call([600, 400], [40, 20], 512, [1024, 1024, 1024])
-    wider = {cost.name: cost for cost in budget.extended_costs(third, lambda *arguments: 0.0)}["y, wider"]
-    assert wider.seconds == pytest.approx(2 * 1000 * (64 + 64 + 128) * 1024 / budget.FLOPS), (
-        "the third skips one"
-    )
-    crowded = budget.Call([100] * 64, [64] * 64, 512, [1024])
-    for calls in ([call], [crowded], [call, crowded]):
-        best = budget.ratio(calls, lambda *arguments: 0.0, extended=True)
-        assert best <= budget.ratio(calls, lambda *arguments: 0.0)
-    assert budget.ratio([crowded], lambda *arguments: 0.0, extended=True) == budget.ratio(
-        [crowded], lambda *arguments: 0.0
-    ), "it does not pay"
+    assert [*own] == ["shrink", "page of B", "read_dy", "page of A", "read_x, dA"]
+    assert own["page of B"].bytes == 2 * 1024 * (60 * 4 + 80 * 2)
+    assert own["page of A"].bytes == 2 * 512 * (60 * 4 + 80 * 2)
+    assert ours["read_x"].bytes - own["read_x, dA"].bytes == 1000 * 512 * 2, "dx"
+    assert own["shrink"] == ours["shrink"]
+    loops = {"read_dy": 0.1, "read_x": 0.5}
+    (*_, read_x) = budget.own_costs(call, lambda name, *how: loops.get(name, 0.0) + (how[1][1:2] == (1,)))
+    assert read_x.instructions == pytest.approx(2 * 0.1 + 1), "of both layers; masks are drawn at once"
 
 
 def test_instructions_follow_the_way_that_a_launch_takes() -> None:
