@@ -88,7 +88,8 @@ STABLE_TORCH_LIBRARY(mlora_ext, library) {
   library.def("squares(Tensor[] tensors, int threads) -> float");
   library.def("cpu_isa() -> str");
   library.def("use_cpu_isa(str name) -> ()");
-  library.def("cuda_plan(Tensor segments, int rows, int adapters, int tiles, int splits) -> Tensor");
+  library.def(
+      "cuda_plan(Tensor segments, int rows, int adapters, int tiles, int splits, bool own) -> Tensor");
   library.def("cuda_driver_refusal() -> str");
   library.def("cuda_has_own_products(Tensor tensor) -> bool");
   library.def("cuda_capture(Tensor tensor) -> int");

@@ -14,13 +14,13 @@
 namespace mlora::cuda {
 namespace {
 
-// [K + M + N, 4] int32: tiles, splits and groups, one below the other. Where there are own products, the most
-// parts and `starts` follow.
-Tensor plan(const Tensor& segments, int64_t rows, int64_t adapters, int64_t tiles, int64_t splits) {
+// [K + M + N, 4] int32: tiles, splits and groups, one below the other. For own products, the most parts and
+// `starts` follow.
+Tensor plan(const Tensor& segments, int64_t rows, int64_t adapters, int64_t tiles, int64_t splits, bool own) {
   check_table(segments, "segments", 4, ScalarType::Long);
   MLORA_CHECK(rows >= 0 && rows <= INT32_MAX, "rows: expected 0 to ", INT32_MAX, ", got ", rows);
   const Queue queue = queue_of(segments);
-  const bool own = has_product(queue);
+  own = own && has_product(queue);
   const int64_t parts = own ? most_parts(rows, segments.size(0)) : 0;
   const int64_t more = own ? parts + start_rows(rows) : 0;
   Tensor made = empty_like_device(segments, {tiles + splits + adapters + more, 4}, ScalarType::Int);

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..frozen.plain import PlainWeight
 from .factors import factors_of
-from .gpu_base_gemm import CUBLAS, GpuBaseGemm, Shape, Way
+from .gpu_base_gemm import CUBLAS, GpuBaseGemm, Library, Shape, Way
 from .interface import Adapters, Layer, PlanTensors, Saved, Wanted
 from .plan import Plan, PlanCache, PlanSizes, describe
 
@@ -23,12 +23,18 @@ class CudaOperator:
     """See `interface.GpuOperator`."""
 
     def __init__(self) -> None:
-        self._plans = PlanCache(self.plan, OPS.cuda_capture.default)
         self.saves_masks = False
         self.base_gemm = GpuBaseGemm(self._trial)
+        self._plans = PlanCache(self.plan, OPS.cuda_capture.default)
+
+    def use_base_gemm(self, library: Library) -> None:
+        """Sets who multiplies; plans are made anew, since own products need more of them."""
+        self.base_gemm.library = library
+        self._plans = PlanCache(self.plan, OPS.cuda_capture.default)
 
     def plan(self, segments: Tensor, sizes: PlanSizes) -> Plan:
-        tables = OPS.cuda_plan.default(segments, sizes.rows, sizes.adapters, sizes.tiles, sizes.splits)
+        own = self.base_gemm.library != "cublas"
+        tables = OPS.cuda_plan.default(segments, sizes.rows, sizes.adapters, sizes.tiles, sizes.splits, own)
         return Plan(sizes, tables)
 
     def forward(

@@ -104,7 +104,7 @@ def use_gpu_base_gemm(library: Library | None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if library == "mlora" and not serves(device):
         raise ValueError("base_gemm: 'mlora' needs a GPU of sm_90 and a build for it; take 'cublas'")
-    operator.base_gemm.library = library or DEFAULT  # type: ignore[attr-defined]
+    operator.use_base_gemm(library or DEFAULT)  # type: ignore[attr-defined]
 
 
 def backend_for(device: torch.device, dtype: torch.dtype) -> Backend:

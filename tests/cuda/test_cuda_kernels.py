@@ -319,9 +319,7 @@ def test_launches_do_not_grow_with_adapters() -> None:
         with emulated.watched() as launches:
             case.run()
         names[adapters] = [launch.name for launch in launches]
-    assert names[1] == names[64] == names[3] == [
-        "plan", "parts", "shrink", "expand", "read_dy", "read_x",
-    ]  # fmt: skip
+    assert names[1] == names[64] == names[3] == ["plan", "shrink", "expand", "read_dy", "read_x"]
 
 
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)

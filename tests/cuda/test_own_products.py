@@ -77,6 +77,16 @@ def test_launches() -> None:
         ]  # fmt: skip
 
 
+@EMULATED
+def test_one_layout_with_both_libraries() -> None:
+    """Its plan is kept, and own products need more of it."""
+    case = make([8, 4], [70, 30], [0, 1], dtype=torch.bfloat16)
+    for library in ("cublas", "mlora", "cublas"):
+        mx.use_gpu_base_gemm(library)
+        launches = launches_of(lambda: assert_right(case))
+        assert ("product" in launches, "parts" in launches) == (library == "mlora",) * 2
+
+
 def results_of(case: Case, layers: list[Layer], dys: list[torch.Tensor]) -> list[torch.Tensor]:
     """y of layers that share x, dx, and the gradients."""
     x, _, _, lora_a, lora_b, *plan, _ = case.operator_arguments()
