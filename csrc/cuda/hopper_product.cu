@@ -18,7 +18,11 @@ __global__ void __launch_bounds__(ProductShape::kThreads, 1)
 
 bool is_suited(const ProductArguments& arguments) {
   const bool alone = arguments.parts.starts == nullptr;
-  return arguments.type != Scalar::kFloat && arguments.rows.aligned && arguments.weight.aligned &&
+  const int columns = arguments.forward ? arguments.d_out : arguments.d_in;
+  const int depth = arguments.forward ? arguments.d_in : arguments.d_out;
+  const bool apart = arguments.rows.stride >= depth && arguments.weight.stride >= arguments.d_in &&
+                     arguments.out.stride >= columns;
+  return arguments.type != Scalar::kFloat && apart && arguments.rows.aligned && arguments.weight.aligned &&
          arguments.rows_total <= INT32_MAX && arguments.out.aligned &&
          reinterpret_cast<uintptr_t>(arguments.bias) % 16 == 0 &&
          (alone || (arguments.s.aligned && arguments.factor.rows.aligned && arguments.factor.adapters > 0)) &&

@@ -60,7 +60,8 @@ int launch_pages(const PageArguments& arguments, const Queue& queue);
 bool has_product(const Queue& queue);
 
 // Whether this product can be launched. Not where `has_product` says so, rows are fp32, the page of factors
-// is empty, or a matrix or bias does not begin, with each of its rows, at a multiple of 16 bytes.
+// is empty, rows of a matrix overlap, or a matrix or bias does not
+// begin, with each of its rows, at a multiple of 16 bytes.
 bool serves_product(const ProductArguments& arguments, const Queue& queue);
 
 // Returns a CUDA error code; cudaErrorNotSupported (801), and nothing is launched, where it is not served.

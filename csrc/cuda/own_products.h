@@ -55,7 +55,8 @@ class OwnProducts {
     own.ranks = static_cast<int>(call_.ranks);
     own.cluster = call_.rows > kProductRows ? 2 : 1;
     own.group = group_;
-    serve_ = serve_ && serves_product(own, call_.queue);
+    serve_ = serve_ && serves_product(own, call_.queue) &&
+             2 * call_.adapters * pages_.pitch * columns <= kMostPageBytes;
     pages_.out[pages_.layers++] = {nullptr, columns};
   }
 
@@ -85,6 +86,9 @@ class OwnProducts {
   }
 
  private:
+  // A batch of many adapters, of which few have large ranks, would need much memory for padding.
+  static constexpr int64_t kMostPageBytes = 256 << 20;
+
   const Call& call_;
   const uint32_t* keep_;
   bool forward_;

@@ -103,7 +103,6 @@ class CudaOperator:
         )  # fmt: skip
         return (dx if product is None else product) if need_dx else None
 
-    @torch.no_grad()
     def _trial(self, shape: Shape, device: torch.device) -> Callable[[Way], Tensor]:
         """See `gpu_base_gemm.Trial`; draws from a generator of its own."""
         generator = torch.Generator(device).manual_seed(0)
@@ -120,7 +119,7 @@ class CudaOperator:
         rows = [(i * each, (i + 1) * each, i, 0) for i in range(_ADAPTERS)]
         segments = torch.tensor(rows, dtype=torch.int64, device=device)
         describe(segments, rows)
-        plan = segments, torch.ones(_ADAPTERS, device=device), None, None, None
+        plan = segments, torch.ones(_ADAPTERS, dtype=torch.float32, device=device), None, None, None
         layers, wanted = [Layer(PlainWeight.of(weight), weight)], (True, True, True)
         if shape.direction == "forward":
             return lambda way: self.forward(x, layers, Adapters(a, b), plan, False, way)[0][0]

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..out_of_memory import is_out_of_memory
 
 Library = Literal["cublas", "mlora", "fastest"]
 DEFAULT: Library = "cublas"
@@ -94,14 +96,15 @@ class GpuBaseGemm:
             return CUBLAS
         if self.library == "mlora":
             return USUAL
-        if not x.is_cuda or len(x) < FEWEST_ROWS:
+        if not x.is_cuda or len(x) < FEWEST_ROWS or not all(map(_suits, weights)):
             return CUBLAS
         rows = min(1 << (len(x) - 1).bit_length(), MOST_ROWS)
         dtype = str(x.dtype).removeprefix("torch.")
         shapes = [Shape(direction, dtype, rows, w.shape[1], w.shape[0]) for w in weights]
         if any(shape not in self.times for shape in shapes):
-            if torch.cuda.is_current_stream_capturing():
-                return CUBLAS
+            with torch.cuda.device(x.device):
+                if torch.cuda.is_current_stream_capturing():
+                    return CUBLAS
             self.measure(shapes, x.device)
         return faster([self.times[shape] for shape in shapes])
 
@@ -122,20 +125,27 @@ class GpuBaseGemm:
 
     def learn(self, known: Sequence[Record]) -> None:
         """Takes over what another process has measured, in place of what this one has."""
-        self.times |= times_of(known)
+        with self._lock:
+            self.times |= times_of(known)
 
-    def known(self) -> list[Record]:
-        """Returns all that was measured, as `learn` takes it."""
-        return [
-            {**shape._asdict(), "seconds": {f"{way.group},{way.left}": one for way, one in times.items()}}
-            for shape, times in self.times.items()
-        ]
+    def known(self, shapes: Collection[Shape]) -> list[Record]:
+        """Returns what was measured of some shapes, as `learn` takes it."""
+        with self._lock:
+            return [
+                {**shape._asdict(), "seconds": {f"{way.group},{way.left}": one for way, one in times.items()}}
+                for shape, times in self.times.items()
+                if shape in shapes and times[CUBLAS] > 0
+            ]
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _measured(self, shape: Shape, device: torch.device) -> Times:
         try:
             return _best(WAYS[shape.direction], self._trial(shape, device), device)
-        except torch.cuda.OutOfMemoryError:
-            return {CUBLAS: 0.0}
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return {CUBLAS: 0.0}  # in this process; no time, so `known` leaves it out
 
 
 def shapes_of(weights: Iterable[Tensor]) -> list[Shape]:
@@ -148,30 +158,42 @@ def shapes_of(weights: Iterable[Tensor]) -> list[Shape]:
         for weight in weights
         for direction in ("forward", "backward")
         for count in rows
-        if weight.element_size() == 2 and weight.shape[0] % 8 == weight.shape[1] % 8 == 0
+        if weight.element_size() == 2 and _suits(weight)
     }
     return list(found)
+
+
+def _suits(weight: Tensor) -> bool:
+    """Whether rows of W, x, y and of their gradients can begin at multiples of 16 bytes."""
+    return weight.shape[0] % 8 == weight.shape[1] % 8 == 0 and weight.stride(1) == 1
 
 
 def times_of(known: Sequence[Record]) -> dict[Shape, Times]:
     """Returns records as times by shape; ValueError if they are none."""
     try:
-        return {
+        found = {
             Shape(*(record[key] for key in Shape._fields)): {
                 Way(*map(int, way.split(","))): float(seconds) for way, seconds in record["seconds"].items()
             }
             for record in known
         }
-    except (TypeError, KeyError, AttributeError) as error:
+        for shape, times in found.items():
+            if not {CUBLAS} <= times.keys() <= {*WAYS[shape.direction]}:
+                raise ValueError(f"unknown ways {[*times]}")
+            if not all(0 < seconds < float("inf") for seconds in times.values()):
+                raise ValueError(f"times {[*times.values()]}")
+        return found
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"known: expected records of measured products: {error!r}") from error
 
 
 def lines(known: Sequence[Record]) -> Iterator[str]:
-    """Yields who multiplies, and the time of this library's products over that of cuBLAS, for each layer."""
+    """Yields who multiplies in each layer, and the time of a call with own products over one by cuBLAS."""
     said: dict[str, list[str]] = {}
     for record in sorted(known, key=lambda record: record["rows"]):
         of = f"{record['direction']} {record['d_in']} -> {record['d_out']}, {record['dtype']}"
-        cublas, *own = record["seconds"].values()
+        own = [seconds for way, seconds in record["seconds"].items() if way != "0,0"]
+        cublas = record["seconds"]["0,0"]
         ratio = f" ({min(own) / cublas:.2f})" if own else ""
         library = "mlora" if own and min(own) < cublas else "cublas"
         said.setdefault(of, []).append(f"{library}{ratio} at {record['rows']} rows")
@@ -182,6 +204,9 @@ def lines(known: Sequence[Record]) -> Iterator[str]:
 @cache
 def serves(device: torch.device) -> bool:
     """Whether a device has own products."""
+    key = device.type.upper()
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("mlora_ext::cuda_has_own_products", key):
+        return False
     return OPS.cuda_has_own_products.default(torch.empty(0, device=device))  # type: ignore[no-any-return]
 
 

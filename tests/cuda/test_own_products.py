@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import emulated
 import pytest
@@ -224,6 +225,50 @@ def test_a_shape_is_measured_on_a_gpu() -> None:
 
 
 @EMULATED
+@pytest.mark.parametrize("stride", [0, 8, 40])
+def test_rows_that_overlap_are_not_served(stride: int) -> None:
+    """As of a gradient that was expanded; 40 columns."""
+    case = make([8, 4], [70, 30], [0, 1], dtype=torch.bfloat16)
+    x, weight, bias, lora_a, lora_b, *plan, _ = case.operator_arguments()
+    x = torch.as_strided(torch.randn(8000).to(x.dtype), x.shape, (stride, 1))
+    layer = Layer(PlainWeight.of(weight), weight, bias)
+    with torch.no_grad():
+        forward = lambda: one_layer.forward_of("cuda", x, [layer], lora_a, [lora_b], (*plan, None))[0]  # noqa: E731
+        assert ("product" in launches_of(forward)) == (stride == 40)
+        (y,) = forward()
+        (expected,) = one_layer.forward_of("cuda", x.clone(), [layer], lora_a, [lora_b], (*plan, None))[0]
+    assert (y - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+@EMULATED
+def test_a_page_that_would_be_mostly_padding_is_not_made() -> None:
+    """Of 17 adapters: 16 of rank 1, and one of rank 256."""
+    case = make([1] * 16 + [256], [1], [16], dtype=torch.bfloat16, d_in=8, d_out=32768)
+    x, weight, _, lora_a, lora_b, *plan, _ = case.operator_arguments()
+    layer = Layer(PlainWeight.of(weight), weight)
+    with torch.no_grad():
+        names = launches_of(lambda: one_layer.forward_of("cuda", x, [layer], lora_a, [lora_b], (*plan, None)))
+    assert "expand" in names
+    assert "page" not in names
+
+
+@EMULATED
+@pytest.mark.parametrize("mode", ["inference", "default dtype"])
+def test_measuring_in_any_mode(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = gpu_operator("cuda").base_gemm
+    monkeypatch.setattr(gpu_base_gemm, "_best", lambda ways, run, device: {way: run(way) for way in ways})
+    shape = shape_of("backward", 200, 72, 40)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64 if mode == "default dtype" else before)
+        with torch.inference_mode(mode == "inference"):
+            found = choice._measured(shape, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    assert set(found) == {*WAYS["backward"]}
+
+
+@EMULATED
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_trial_runs_every_candidate(direction: str) -> None:
     run = gpu_operator("cuda")._trial(shape_of(direction, 200, 72, 40), torch.device("cpu"))
@@ -243,6 +288,7 @@ class OnAGPU(torch.Tensor):
 @EMULATED
 def test_the_faster_of_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     capturing, asked = False, []
     times = {
         (4096, 4096): {CUBLAS: 3.0, Way(4): 2.5, Way(8, 4): 2.0, Way(16): 2.1},
@@ -291,6 +337,7 @@ def test_a_wrong_product_is_not_taken() -> None:
 def test_shapes_that_are_measured() -> None:
     weights = [torch.empty(16, 8, dtype=torch.bfloat16)] * 2
     weights += [torch.empty(16, 8), torch.empty(16, 9, dtype=torch.float16)]
+    weights.append(torch.empty(8, 16, dtype=torch.float16).t())
     found = gpu_base_gemm.shapes_of(weights)
     assert {shape[1:2] + shape[3:] for shape in found} == {("bfloat16", 8, 16)}
     rows = [512, 1024, 2048, 4096, 8192, 16384]
@@ -301,9 +348,17 @@ def test_shapes_that_are_measured() -> None:
 @EMULATED
 def test_what_was_measured_can_be_learnt() -> None:
     first, other = (GpuBaseGemm(lambda shape, device: lambda way: None) for _ in range(2))
-    first.times = {shape_of("forward", 512, 64, 32): {CUBLAS: 1.0, Way(8, 4): 0.9}}
-    other.learn(json.loads(json.dumps(first.known())))
+    first.times = {shape_of("forward", 512, 64, 32): {CUBLAS: 1.0, Way(4): 0.9}}
+    first.times[no_room := shape_of("forward", 512, 64, 8)] = {CUBLAS: 0.0}
+    first.times[asked := shape_of("forward", 512, 64, 16)] = {CUBLAS: 1.0}
+    known = first.known({shape_of("forward", 512, 64, 32), no_room})
+    other.learn(json.loads(json.dumps(known)))
+    del first.times[no_room], first.times[asked]
     assert other.times == first.times
+    (right,) = known
+    for seconds in ({}, {"4,0": 1.0}, {"0,0": 1.0, "-3,0": 0.1}, {"0,0": float("nan")}):
+        with pytest.raises(ValueError, match="expected records"):
+            other.learn([right | {"seconds": seconds}])
     for damaged in ({}, {"direction": "forward"}, 3):
         with pytest.raises(ValueError, match="expected records"):
             other.learn([damaged])

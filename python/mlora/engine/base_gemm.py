@@ -14,16 +14,18 @@ from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.nn.linear import MultiLoRALinear
 
 
-def set_base_gemm_on(device: torch.device, dtype: str, library: str) -> None:
-    """Sets the library of a device; ValueError if it is not there."""
-    if device.type == "cuda":
-        use_gpu_base_gemm(library)  # type: ignore[arg-type]
-    else:
+def set_base_gemm_on(device: torch.device, dtype: str, library: str | None) -> None:
+    """Sets the library of a device; None: the default of a GPU. ValueError if it is not there."""
+    if device.type != "cuda":
+        if library is None:
+            raise ValueError(f"base_gemm: expected a library of {device}, got None")
         set_base_gemm({dtype: library})
+    elif library is not None or backend_for(device, torch.float32) == "cuda":
+        use_gpu_base_gemm(library)  # type: ignore[arg-type]
 
 
 def base_gemm_times(model: nn.Module, device: torch.device, known: Sequence[Record]) -> list[Record]:
-    """Takes over what is known of products on a GPU, measures those of a model's linear layers, returns all.
+    """Takes over what is known of products on a GPU, measures and returns those of a model's linear layers.
 
     Nothing where there is no choice.
     """
@@ -41,4 +43,4 @@ def base_gemm_times(model: nn.Module, device: torch.device, known: Sequence[Reco
     choice = gpu_operator("cuda").base_gemm  # type: ignore[attr-defined]
     choice.learn(known)
     choice.measure(shapes, device)
-    return choice.known()  # type: ignore[no-any-return]
+    return choice.known({*shapes})  # type: ignore[no-any-return]

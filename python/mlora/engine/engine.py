@@ -50,7 +50,7 @@ from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
 from mlora.pipeline.trace import Entry
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
-from mlora_ext.backends.gpu_base_gemm import Record, times_of
+from mlora_ext.backends.gpu_base_gemm import Record, Shape, times_of
 from mlora_ext.frozen.base_gemm import base_gemm_of
 from mlora_ext.nn.adapter_weights import neutral_names
 from mlora_ext.nn.interop.quantization_file import warn_of_base
@@ -367,7 +367,7 @@ class Engine(Batcher):
         return base_gemm_of(self.dtype).get(_name(self.dtype))
 
     @base_gemm.setter
-    def base_gemm(self, library: str) -> None:
+    def base_gemm(self, library: str | None) -> None:
         self._every("base_gemm", dtype=_name(self.dtype), library=library)
         if self.device.type == "cuda":
             self._gpu_base_gemm = library
@@ -381,14 +381,18 @@ class Engine(Batcher):
             known: what an earlier call returned.
 
         Returns:
-            All that is known now, as JSON can hold it; empty where there is no choice.
+            What is known of this model now, as JSON can hold it; empty where there is no choice.
 
         Raises:
             ValueError: if `known` is something else.
         """
         times_of(known)
         answers = self._every("base_gemm_times", known=[*known])
-        found = {tuple(record.values())[:-1]: record for answer in reversed(answers) for record in answer}
+        found = {
+            tuple(record[key] for key in Shape._fields): record
+            for answer in reversed(answers)
+            for record in answer
+        }
         merged = [*found.values()]
         if merged:
             self._every("base_gemm_times", known=merged)

@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +20,14 @@ from mlora.durable import write_whole
 from mlora.errors import first_line
 from mlora.run.environment import processor
 from mlora.run.reporter import Reporter
-from mlora_ext import _C
 from mlora_ext.backends.gpu_base_gemm import Record, lines, times_of
 from mlora_ext.frozen.base_gemm import serves
+from mlora_ext.library import LIBRARY
 
 if TYPE_CHECKING:
     from mlora.engine.engine import Engine
+
+_OF_CPU = ("aten", "onednn")
 
 
 def base_gemm_of_machine(dtype: torch.dtype, reporter: Reporter) -> str | None:
@@ -68,34 +70,53 @@ def base_gemm_of_gpu(engine: Engine, reporter: Reporter, *, keep: bool) -> None:
     facts = {
         "gpu": torch.cuda.get_device_name(engine.device),
         "torch": torch.__version__,
-        "mlora": _C.build_info()["version"],
+        "library": hashlib.sha256(LIBRARY.read_bytes()).hexdigest()[:16],
     }
-    times: list[Record] = []
-    try:
-        path = _path(facts)
-        if not keep:
-            times = engine.measure_base_gemm(_read_times(path))
-            for line in lines(times):
-                reporter.note(f"base_gemm: {line}")
-            return
-        with _alone(path.parent):
+    before: list[Record] = []
+    fault = ""
+    with ExitStack() as stack:
+        try:
+            path = _path(facts)
             before = _read_times(path)
-            times = engine.measure_base_gemm(before)
-            if times != before:
-                write_whole(path, (json.dumps(facts | {"times": times}, indent=1) + "\n").encode())
-        if times:
-            reporter.note(f"base_gemm: for each shape as measured here; to measure again, delete {path}")
-    except (OSError, ValueError) as error:  # no home folder, a full disk, a damaged file
-        times = times or engine.measure_base_gemm()
-        reporter.warn(f"base_gemm: measured for this run only: {first_line(error)}")
+            if keep:
+                stack.enter_context(_alone(path, reporter))
+                before = _read_times(path)
+        except (OSError, ValueError) as error:  # no home folder, a full disk, a damaged file
+            fault = first_line(error)
+        times = engine.measure_base_gemm(before)
+        new = [record for record in times if record not in before]
+        if keep and new and not fault:
+            try:
+                content = json.dumps(facts | {"times": before + new}, indent=1) + "\n"
+                write_whole(path, content.encode())
+            except OSError as error:
+                fault = first_line(error)
+    if new and fault:
+        reporter.warn(f"base_gemm: measured for this run only: {fault}")
+    elif times and keep:
+        reporter.note(f"base_gemm: for each shape as measured here; to measure again, delete {path}")
+    for line in lines(times) if not keep else ():
+        reporter.note(f"base_gemm: {line}")
+
+
+def use_base_gemm(engine: Engine, library: str | None) -> None:
+    """Sets a run's library; that of a run on a CPU does not concern a GPU."""
+    if engine.device.type == "cuda":
+        engine.base_gemm = None if library in _OF_CPU else library
+    elif library:
+        engine.base_gemm = library
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Waits until no other run measures; creates the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def _alone(path: Path, reporter: Reporter) -> Iterator[None]:
+    """Waits until no other run measures for a file; creates its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reporter.note("base_gemm: waiting for another run, which measures")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -126,7 +147,7 @@ def _cache_folder() -> Path:
 
 def _read(path: Path) -> str:
     with suppress(ValueError, TypeError, KeyError):
-        if (library := json.loads(path.read_bytes())["base_gemm"]) in ("aten", "onednn"):
+        if (library := json.loads(path.read_bytes())["base_gemm"]) in _OF_CPU:
             return str(library)
     raise ValueError(f"{path} is damaged; delete it")
 

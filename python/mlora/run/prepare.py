@@ -35,7 +35,7 @@ from mlora.queue.submission import submitted
 from mlora.run.callback_factory import check_callbacks
 from mlora.run.decisions import Decisions
 from mlora.run.inputs import check_inputs, check_sweep, inputs_of_sweep
-from mlora.run.machine_choice import base_gemm_of_gpu, base_gemm_of_machine
+from mlora.run.machine_choice import base_gemm_of_gpu, base_gemm_of_machine, use_base_gemm
 from mlora.run.preflight import check_blocks, check_folders
 from mlora.run.reporter import Reporter
 from mlora.run.stages import Member, loading_fault, stage_0
@@ -136,7 +136,7 @@ def prepare(
             engine = make_engine(config, tasks or trials, member, trace)
             unless_prepared.callback(engine.close)
             loaded, placed = (_used_by_base(engine), engine.base_bytes()) if measure else (0, [])
-            if (config.base_gemm or DEFAULT) == "fastest":
+            if (config.base_gemm or DEFAULT) == "fastest" and config.method != "full":
                 base_gemm_of_gpu(engine, reporter, keep=not measure)
             memory = limit_memory(config, engine, earlier)
             folder = RunFolder(config.output_dir)
@@ -165,6 +165,11 @@ def _check_config(config: RunConfig, device: str) -> None:
     """Refuses what the device does not serve, before any data is read. Raises RunError."""
     for key, reason in not_served(config.method, config.offload, device).items():
         raise RunError(f"{path_of(key)}: {reason}")
+    unserved = device != "cpu" and (config.quantization or dtype_of(config) == torch.float32)
+    if config.base_gemm == "mlora" and unserved:
+        raise RunError(
+            "base_gemm: 'mlora' serves plain weights in bf16 or fp16; take 'cublas'"
+        )
     _check_optimizers(config, device)
     check_folders(config)
     check_trackers(config)
@@ -376,8 +381,7 @@ def make_engine(config: RunConfig, tasks: Sequence[Task], member: Member | None,
         )
         with ExitStack() as stack:
             stack.push(engine)
-            if config.base_gemm:
-                engine.base_gemm = config.base_gemm
+            use_base_gemm(engine, config.base_gemm)
             stack.pop_all()
         return engine
     except (ValueError, OSError, SafetensorError) as error:

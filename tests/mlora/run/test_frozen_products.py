@@ -1,11 +1,15 @@
 """The keys `base_gemm` and `pack_base` of a run."""
 
+import fcntl
+import json
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +19,7 @@ from mlora.config.config_file import load_config, resolve_config
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.run import machine_choice
-from mlora.run.machine_choice import base_gemm_of_gpu, base_gemm_of_machine
+from mlora.run.machine_choice import base_gemm_of_gpu, base_gemm_of_machine, use_base_gemm
 from tiny_run import losses, run_data
 
 from mlora_ext.frozen import base_gemm as gemm
@@ -132,6 +136,47 @@ def test_what_was_measured_on_a_gpu_serves_all_runs_there(
     told_of_gpu(other := OnAGPU([]))
     assert other.known == [[]]
     assert len([*own_cache.glob("*.json")]) == 1, "where there is no choice there is no file"
+
+
+def test_what_is_known_stays_known(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
+    """Of a run without a choice, of one that cannot write, and of one that waits for another."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    first, second = record(512, 1.04), record(1024, 0.9)
+    told_of_gpu(OnAGPU([first]))
+    (file,) = own_cache.glob("*.json")
+    content = file.read_text()
+    assert told_of_gpu(engine := OnAGPU([])) == []
+    assert (engine.known, file.read_text()) == ([[first]], content)
+    lock = file.with_suffix(".lock")
+    lock.unlink()
+    lock.mkdir()
+    (line,) = told_of_gpu(engine := OnAGPU([first]))
+    assert line.startswith("base_gemm: for each shape as measured here")
+    (line,) = told_of_gpu(engine := OnAGPU([first, second]))
+    assert line.startswith("base_gemm: measured for this run only: [Errno 21] Is a directory")
+    assert engine.known == [[first]]
+    lock.rmdir()
+    with lock.open("w") as held, ThreadPoolExecutor() as pool:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        heard, engine = Watching(), OnAGPU([first, second])
+        waiting = pool.submit(base_gemm_of_gpu, engine, heard, keep=True)  # type: ignore[arg-type]
+        while not heard.lines:
+            time.sleep(0.01)
+        assert heard.lines == ["base_gemm: waiting for another run, which measures"]
+        assert not engine.known
+        fcntl.flock(held, fcntl.LOCK_UN)
+        waiting.result(timeout=60)
+    assert json.loads(file.read_text())["times"] == [first, second]
+
+
+def test_a_run_sets_the_library_of_its_device() -> None:
+    engine = SimpleNamespace(device=torch.device("cuda"), base_gemm="mlora")
+    for given, expected in (("mlora", "mlora"), ("aten", None), ("cublas", "cublas"), (None, None)):
+        use_base_gemm(engine, given)  # type: ignore[arg-type]
+        assert engine.base_gemm == expected
+    engine.device, engine.base_gemm = torch.device("cpu"), "onednn"
+    use_base_gemm(engine, None)  # type: ignore[arg-type]
+    assert engine.base_gemm == "onednn"
 
 
 def test_all_stages_know_what_one_has_measured(tiny_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

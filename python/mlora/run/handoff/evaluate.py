@@ -29,6 +29,8 @@ from mlora.objectives.registry import name_of
 from mlora.run.evaluation import Answers, answer_prompts, evaluate_losses
 from mlora.run.handoff.adapters import FoundWeights, RunAdapter, find_weights, named_adapter, open_run
 from mlora.run.handoff.peft_folders import peft_folder_of
+from mlora.run.machine_choice import base_gemm_of_gpu, use_base_gemm
+from mlora.run.reporter import Reporter
 from mlora.tasks.result import columns_of
 from mlora.tasks.task import Task, TaskBuilder
 from mlora_ext.out_of_memory import is_out_of_memory
@@ -256,8 +258,9 @@ def _measure(
         engine = stack.enter_context(
             Engine(config.base_model, device=device, dtype=dtype, quantization=config.quantization)
         )
-        if config.base_gemm and device == "cpu":  # rounds as the run does
-            engine.base_gemm = config.base_gemm
+        use_base_gemm(engine, config.base_gemm)  # rounds as the run does
+        if config.base_gemm == "fastest":
+            base_gemm_of_gpu(engine, Reporter(), keep=True)
         for task in tasks:
             engine.create_adapter(
                 task.name, None, task.optim, objective=task.config.objective, init_from=task.config.init_from
