@@ -103,6 +103,7 @@ def phases(kit: Path, processes: int) -> Iterator[Phase]:
     yield Phase(
         "suite", 240, "suite.log", "^(seven linears|FAILED|skipped|out of time) .*",
         "bench/suite.py fused linears adapters decoder ablation operators step --check --device cuda "
+        "--base-gemm fastest "
         "--models llama-2-7b llama-3-70b --time-limit {seconds} --commit '{commit}' --out {out}",
         "bench/suite.py fused linears adapters decoder --quick --rounds 1 --layouts balanced --threads 1 "
         "--device cpu --time-limit {seconds} --commit '{commit}' --out {out}",
@@ -151,10 +152,11 @@ def phases(kit: Path, processes: int) -> Iterator[Phase]:
         pytest("tests/mlora/run/test_trained_heads.py", marks=plain), tests | {"MLORA_TESTS_DEVICE": "cuda"},
     )  # fmt: skip
     train = "-m mlora train examples/quickstart.yaml --overwrite --set defaults.eval_exact_match=false"
-    for key in ("bf16", "fp16"):
+    for key, library in (("bf16", "fastest"), ("fp16", "mlora")):
         yield Phase(
             "16-bit runs", 100, "tests.log", "^.* finished .*",
-            f"{train} --set {key}=true --set output_dir={ROOT}/runs/gpu-{key} --set device=cuda",
+            f"{train} --set {key}=true --set output_dir={ROOT}/runs/gpu-{key} --set device=cuda "
+            f"--set base_gemm={library}",
             f"{train} --set {key}=true --set output_dir={ROOT}/runs/gpu-{key} "
             "--set defaults.max_steps=2 --set adapters.reverse.max_steps=2 --set adapters.sort.max_steps=2",
         )  # fmt: skip

@@ -57,7 +57,7 @@ def parser(program: str, about: str, sections: Iterable[str]) -> argparse.Argume
     add("--device", help="cpu, cuda or cuda:<index>; default: cuda if there is one")
     add("--dtype", nargs="+", choices=DTYPES, help="default: bfloat16, on a CPU float32 too")
     add("--backend", nargs="+", choices=["reference", "cpu", "triton", "cuda"], help="default: all there are")
-    add("--base-gemm", choices=["cublas", "mlora"], help="on sm_90; default: the faster one for each shape")
+    add("--base-gemm", choices=["cublas", "mlora", "fastest"], help="on sm_90; default: cublas")
     add("--models", nargs="+", choices=MODELS, help="default: the five real ones, on a CPU tinyllama")
     add("--rows", nargs="+", type=positive, help="of a batch, over all adapters; default: 8192, on a CPU 512")
     add("--adapters", nargs="+", type=positive, help="how many; default: 8, in `adapters` 1 to 64")

@@ -132,7 +132,8 @@ def result(
     if settings.device.type == "cuda":
         place["architecture"] = _architecture(settings.device)
         if "cuda" in settings.backends:
-            place["base_gemm"] = [*gpu_base_gemm.lines(gpu_operator("cuda").base_gemm.known())]  # type: ignore[attr-defined]
+            choice = gpu_operator("cuda").base_gemm  # type: ignore[attr-defined]
+            place["base_gemm"] = [*gpu_base_gemm.lines(choice.known(choice.times))]
     return {
         "machine": {**machine, **place},
         "settings": options,

@@ -34,7 +34,7 @@ class Settings:
         rounds: timed turns of each contender.
         quick: tiny sizes, to try the suite and not the machine.
         check: compare every contender at every shape that is timed.
-        base_gemm: who makes the frozen products of `cuda`; None: the faster one.
+        base_gemm: who makes the frozen products of `cuda`; None: cuBLAS.
     """
 
     device: torch.device
