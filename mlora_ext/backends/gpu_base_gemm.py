@@ -220,7 +220,7 @@ def _best(ways: Sequence[Way], run: Callable[[Way], Tensor], device: torch.devic
     """Returns the least seconds of a call, of rounds in which all take turns; of ways that agree only."""
     with torch.cuda.device(device):
         want = run(CUBLAS)
-        best = {way: float("inf") for way in ways if way == CUBLAS or _agrees(run(way), want)}
+        best = {way: float("inf") for way in ways if way == CUBLAS or _agrees(run, way, want)}
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(_ROUNDS):
             for way in best:
@@ -233,13 +233,19 @@ def _best(ways: Sequence[Way], run: Callable[[Way], Tensor], device: torch.devic
     return best
 
 
-def _agrees(found: Tensor, want: Tensor) -> bool:
-    """Whether a product is cuBLAS's to rounding; warns if it is not."""
-    error = torch.linalg.vector_norm(found - want, dtype=torch.float32)
-    if error <= 0.01 * torch.linalg.vector_norm(want, dtype=torch.float32):
-        return True
+def _agrees(run: Callable[[Way], Tensor], way: Way, want: Tensor) -> bool:
+    """Whether a way runs and differs from cuBLAS's result by at most 1% in norm; warns if it does not."""
+    try:
+        error = torch.linalg.vector_norm(run(way) - want, dtype=torch.float32)
+        if error <= 0.01 * torch.linalg.vector_norm(want, dtype=torch.float32):
+            return True
+        fault = "is wrong"
+    except RuntimeError as failed:
+        if is_out_of_memory(failed):
+            raise
+        fault = f"fails ({failed})"
     warnings.warn(
-        f"the product of {list(found.shape)} with the low-rank part inside is wrong on this GPU, so cuBLAS "
+        f"the product of {list(want.shape)} with the low-rank part inside {fault} on this GPU, so cuBLAS "
         "makes it; please report this",
         stacklevel=2,
     )

@@ -173,6 +173,9 @@ class _LoRAFused(torch.autograd.Function):
         plan = ctx.plan
         if len(used) < len(dys):
             saved = [torch.stack([one[i] for i in used]) for one in saved]
+            widest = max(a.shape[0] for a in lora_a)  # rows of s are as wide as these layers' largest rank
+            padded = -(-widest // 8) * 8 if x.element_size() == 2 else widest
+            saved[0] = saved[0][..., :padded].contiguous()
             layers_left = None if plan[-1] is None else torch.stack([plan[-1][i] for i in used])
             plan = (*plan[:-1], layers_left)
         rows = [dense_rows(dy) for dy in dys if dy is not None]

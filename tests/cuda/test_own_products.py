@@ -16,6 +16,8 @@ from mlora_ext.backends.gpu_base_gemm import CUBLAS, USUAL, WAYS, GpuBaseGemm, S
 from mlora_ext.backends.interface import Layer
 from mlora_ext.backends.selection import gpu_operator
 from mlora_ext.frozen.plain import PlainWeight
+from mlora_ext.ops.autograd import LayerOperands
+from mlora_ext.ops.functional import lora_linear_fused
 
 EMULATED = pytest.mark.parametrize("backend", ["cuda with own products"], indirect=True)
 HALVES = [torch.bfloat16, torch.float16]
@@ -164,6 +166,24 @@ def test_da_beside_dx(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(map(torch.equal, found, results[0]))
 
 
+@pytest.mark.parametrize("library", ["cublas", "mlora"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_without_the_layer_of_the_largest_rank(dtype: torch.dtype, library: str) -> None:
+    """Of three that share x, whose y is not used: s of the others is narrower than that of all."""
+    mx.use_gpu_base_gemm(library)
+    case = make([8, 5], [70, 30], [0, 1], dtype=dtype)
+    wide = make([72, 40], [1, 1], [0, 1], dtype=dtype)
+    x, weight, _, lora_a, lora_b, *plan, _ = case.operator_arguments()
+    frozen = PlainWeight.of(weight)
+    narrow = LayerOperands(frozen, None, lora_a, lora_b)
+    layers = [narrow, LayerOperands(frozen, None, wide.lora_a, wide.lora_b), narrow]
+    found = []
+    for some in (layers, [narrow, narrow]):
+        ys = lora_linear_fused(x, some, *plan[:2], None, None, None)
+        found.append(torch.autograd.grad([ys[0], ys[-1]], [x, *lora_a, *lora_b], [case.dy] * 2))
+    assert all(map(torch.equal, *found))
+
+
 def odd_width(case: Case) -> None:
     case.weight, case.bias, case.dy = case.weight[:23], case.bias[:23], case.dy[:, :23].contiguous()
     case.lora_b = [b.detach()[:23].requires_grad_() for b in case.lora_b]
@@ -274,7 +294,7 @@ def test_a_trial_runs_every_candidate(direction: str) -> None:
     run = gpu_operator("cuda")._trial(shape_of(direction, 200, 72, 40), torch.device("cpu"))
     state = torch.get_rng_state()
     names = {way: launches_of(lambda way=way: run(way)) for way in WAYS[direction]}
-    assert all(gpu_base_gemm._agrees(run(way), run(CUBLAS)) for way in WAYS[direction])
+    assert all(gpu_base_gemm._agrees(run, way, run(CUBLAS)) for way in WAYS[direction])
     assert all(("product" in launches) is (way != CUBLAS) for way, launches in names.items())
     assert torch.equal(torch.get_rng_state(), state), "the user's random numbers are as before"
 
@@ -330,7 +350,13 @@ def test_a_wrong_product_is_not_taken() -> None:
     want = torch.randn(4, 8).bfloat16()
     for wrong in (want.roll(1, 0), want.clone().index_fill_(1, torch.tensor([3]), torch.nan)):
         with pytest.warns(UserWarning, match="is wrong on this GPU, so cuBLAS makes it"):
-            assert not gpu_base_gemm._agrees(wrong, want)
+            assert not gpu_base_gemm._agrees(lambda way, wrong=wrong: wrong, USUAL, want)
+
+    def fail(way: Way) -> torch.Tensor:
+        raise RuntimeError("product: CUDA error 1")
+
+    with pytest.warns(UserWarning, match=r"fails \(product: CUDA error 1\) on this GPU, so cuBLAS makes it"):
+        assert not gpu_base_gemm._agrees(fail, USUAL, want)
 
 
 @EMULATED

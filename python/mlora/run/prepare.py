@@ -167,9 +167,7 @@ def _check_config(config: RunConfig, device: str) -> None:
         raise RunError(f"{path_of(key)}: {reason}")
     unserved = device != "cpu" and (config.quantization or dtype_of(config) == torch.float32)
     if config.base_gemm == "mlora" and unserved:
-        raise RunError(
-            "base_gemm: 'mlora' serves plain weights in bf16 or fp16; take 'cublas'"
-        )
+        raise RunError("base_gemm: 'mlora' serves plain weights in bf16 or fp16; take 'cublas'")
     _check_optimizers(config, device)
     check_folders(config)
     check_trackers(config)
