@@ -38,9 +38,9 @@ class RunConfig(Strict):
     """A whole run, resolved: paths are absolute, and every adapter holds all of its training fields.
 
     ``method`` is what is trained: ``lora``, adapters over a frozen base; ``full``, all weights of the model,
-    as one task. ``base_gemm`` is the library that
-    multiplies by the frozen weights on a CPU. Without it, the run measures which one to take and names it in
-    its resolved config, because rounding depends on it. ``pack_base`` also keeps these weights in oneDNN's
+    as one task. ``base_gemm`` is the library that multiplies by the frozen weights. Without it, a run on a
+    CPU measures which one to take and names it in its resolved config, because rounding depends on it; on a
+    GPU it takes cuBLAS. ``pack_base`` also keeps these weights in oneDNN's
     own layouts and multiplies with them. That is faster and takes about three times the memory of the
     weights. ``report_to`` names trackers, to which ``run_name``, ``project`` and ``logging_dir`` belong.
     ``quantization`` quantises the base model's linear weights while they are read. A run with a
