@@ -10,7 +10,7 @@ import emulated
 import pytest
 import torch
 from backends import load_emulator
-from cases import Case, assert_right, make
+from cases import Case, assert_right, first_alone, make
 
 import mlora_ext as mx
 from mlora_ext.backends.gpu_base_gemm import GpuBaseGemm
@@ -111,13 +111,7 @@ def test_batch_mates_change_no_bit(columns: int, widest: int, dtype: torch.dtype
     lengths, adapters = [37, 53, 1100, 9], [0, 1, 0, 2]
     together = low_rank([16, widest, 8], lengths, adapters, dtype=dtype, d_out=columns, p=0.1)
     keep = torch.cat([torch.arange(37), torch.arange(90, 1190)])
-    alone = object.__new__(Case)
-    alone.__dict__.update(together.__dict__)
-    alone.x, alone.dy = together.x[keep].detach().clone().requires_grad_(), together.dy[keep].clone()
-    alone.lora_a, alone.lora_b, alone.scaling = together.lora_a[:1], together.lora_b[:1], together.scaling[:1]
-    alone.layout = mx.SegmentLayout.from_lengths([37, 1100], [0, 0])
-    drop = together.dropout
-    alone.dropout = mx.LoRADropout(drop.p[:1], drop.seeds[:1], drop.step[:1], drop.layer)
+    alone = first_alone(together, keep, [37, 1100])
     y, dx, da, _, _, db, _, _ = together.run()
     with emulated.multiprocessors(1):
         found = alone.run()
