@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("memory", "objectives", "offload", "optim"),
 ]
 # Modules beside the folders: some lie below all of them, the entry points above all of them.
-BELOW_ALL, ABOVE_ALL = ("errors", "durable", "regular_files"), ("", "__main__")
+BELOW_ALL, ABOVE_ALL = ("errors", "durable", "records", "regular_files"), ("", "__main__")
 
 
 def python_files(package: Path) -> list[Path]:

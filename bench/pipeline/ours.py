@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from mlora.pipeline import Hooks, Neighbours, RoundPosition, StageProcess
+from mlora.pipeline import Hooks, ModuleCall, Neighbours, RoundPosition, StageProcess
 from mlora.pipeline.trace import Span
 from torch import Tensor, nn
 
@@ -149,7 +149,8 @@ class _Feed:
             ids = self._batch(item)
             common = {"adapter": adapter, "number": ends}
             position = RoundPosition(index, size)
-            numbers.append(self._driver.start({"given": ids}, {"ids": ids}, common=common, position=position))
+            batch = ModuleCall({"given": ids}, {"ids": ids}, common)
+            numbers.append(self._driver.start(batch, position=position))
         return numbers
 
     def _leave(self, adapter: int, step: int, numbers: list[int]) -> None:

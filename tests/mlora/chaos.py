@@ -220,8 +220,6 @@ def random_engine(rng: random.Random, base: LlamaForCausalLM, broken: bool) -> t
     driver = Pipeline(
         parts,
         schedule,
-        parts[-1].losses,
-        hooks=parts,
         in_flight=rng.choice([None, 1, 2, 7]),
         credit_bytes=rng.choice([1, 1000, 10**6, 1 << 30]),
         delay=rng.choice([0.0, 0.0, 0.002]),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mlora.data.packing import BASE, pack
+from mlora.data.micro_batch import BASE, Observation
+from mlora.data.packing import pack
 from mlora.data.record import Sample
+from mlora.engine.stage_starts import StageStarts
 from mlora.model.task_heads import why_not_started
 from mlora_ext.adapters.lora_config import init_kind
 from mlora_ext.adapters.trained_parts import task_of
@@ -26,19 +29,19 @@ def start_from_weights(engine: Any, name: str, source: str) -> None:
     has to be removed then, which also closes the source.
     """
 
-    def ask(verb: str, **arguments: str) -> int:
-        answers = engine._control(verb, name, arguments)
+    def ask(verb: Callable[..., Any], **arguments: str) -> int:
+        answers = engine._control(verb, name, **arguments)
         for answer in answers:
             if "fault" in answer:
                 raise ValueError(answer["fault"])
         return sum(answer["layers"] for answer in answers)
 
-    if ask("open_originals", source=source) == 0:
+    if ask(StageStarts.open_originals, source=source) == 0:
         raise ValueError(no_quantized_layer(name))
     for layer in adapter_layers(engine.registry, name):
         # one at a time: a large one takes a minute, and the watchdog ends processes that seem to hang
-        ask("start_from_weights", layer=layer)
-    ask("close_originals")
+        ask(StageStarts.start_from_weights, layer=layer)
+    ask(StageStarts.close_originals)
 
 
 def start_from_data(
@@ -92,10 +95,10 @@ class EnginePasses:
         self._given = alone if self._how == "corda" else parts
         self.batches = len(self._given)
 
-    def ask(self, verb: str, *arguments: Any) -> list[Any]:
+    def ask(self, question: str, *arguments: Any) -> list[Any]:
         """Asks every stage of the adapter's replica."""
         answers: list[Any] = self._engine._control(
-            "start", self._name, {"verb": verb, "arguments": list(arguments)}
+            StageStarts.ask_start, self._name, question=question, arguments=list(arguments)
         )
         return answers
 
@@ -104,10 +107,10 @@ class EnginePasses:
         samples = self._given[index]
         packed = pack({BASE: samples}, vocab_size=self._engine._vocab_size, device=self._engine.device)
         backward = self._how == "lora_ga"
-        share = 1 / (max(1, packed.tokens[BASE]) * self.batches)
-        start = {"name": self._name, "rows": self._rows(samples), "share": share}
+        share = 1 / (max(1, sum(packed.counts)) * self.batches)
+        start = Observation(self._name, self._rows(samples), share)
         replica = self._engine._states[self._name].replica
-        number = self._engine._enter(packed, train=backward, start=start, replica=replica)
+        number = self._engine._enter(replace(packed, start=start), train=backward, replica=replica)
         self._engine._leave(packed, number)
 
     def _rows(self, samples: Sequence[Sample]) -> list[bool] | None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mlora.data.micro_batch import MicroBatch
+from mlora.memory.estimate import MemorySample
 from mlora.objectives.objective import CrossEntropy, Objective
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.step_rule import LossScaler, StepRule, Update
@@ -105,8 +107,6 @@ class AdapterState:
         rows: rows since the last step.
         squares: sum of its squared gradients, if it came back with a micro-batch.
         update: what the stages must do just before the adapter's next forward.
-        under_way: micro-batches in the pipeline, evaluations included.
-        ending: whether the last micro-batch of its accumulation is among them.
         fault: why its optimizer failed on a stage; empty if it did not.
     """
 
@@ -122,25 +122,13 @@ class AdapterState:
     rows: int = 0
     squares: float | None = None
     update: Update | None = None
-    under_way: int = 0
-    ending: bool = False
     fault: str = ""
 
     def entered(self, rows: int, units: int) -> None:
         """Counts a micro-batch that has entered the pipeline."""
         self.rows += rows
         self.units += units
-        self.under_way += 1
         self.squares = None
-
-    def failed(self) -> None:
-        """Counts a micro-batch that will not come back, and drops everything accumulated.
-
-        Its backward may have added to some of the gradients.
-        """
-        self.under_way -= 1
-        self.ending = False
-        self.leave(Update())
 
     def decide(self, squares: float) -> StepResult:
         """Decides a step on what was accumulated; `squares` sums the squared gradients of all stages."""
@@ -174,13 +162,48 @@ class AdapterState:
         self.squares = self.update = None
 
 
-class AdapterStates(dict[str, AdapterState]):
-    """An engine's adapter states by name, in the order of creation."""
+class BatchFuture:
+    """A batch that is under way.
+
+    Attributes:
+        parts: its micro-batches, each with its number in the pipeline, or None if it has nothing to compute.
+        ends: adapters whose accumulation it completes.
+        bounds: under a memory limit, what each micro-batch takes at most on each stage.
+        owners: the adapters whose weights it uses.
+        measured: after `finish`, its micro-batches' memory, if that was asked for.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[MicroBatch, int | None]],
+        ends: Sequence[str] = (),
+        bounds: Sequence[Sequence[float]] = (),
+    ) -> None:
+        self.parts, self.ends, self.bounds = parts, ends, bounds
+        self.owners = {name for batch, _ in parts for name in batch.all_owners}
+        self.measured: list[MemorySample] = []
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not any(state.under_way for state in self.values())
+    def last(self) -> int:
+        """The number of its last micro-batch, 0 if it has none."""
+        return max((number for _, number in self.parts if number is not None), default=0)
+
+
+class AdapterStates(dict[str, AdapterState]):
+    """An engine's adapter states by name, in the order of creation.
+
+    Attributes:
+        under_way: batches and evaluations that have entered and not been finished.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way: list[BatchFuture] = []
+
+    def landed(self, future: BatchFuture) -> None:
+        """Forgets a batch that has come back, or will not."""
+        if future in self.under_way:
+            self.under_way.remove(future)
 
     def of(self, name: str) -> AdapterState:
         """Returns an adapter's state; raises ValueError for an unknown name."""
@@ -202,18 +225,18 @@ class AdapterStates(dict[str, AdapterState]):
     def at_rest(self, name: str) -> AdapterState:
         """Returns an adapter's state; raises ValueError if a batch of it is under way."""
         state = self.of(name)
-        if state.under_way:
+        if any(name in future.owners for future in self.under_way):
             raise ValueError(
                 f"adapter {name!r}: a batch of it is under way; call finish with its future, or take all "
                 "results of evaluate_each, first"
             )
         return state
 
-    def updates(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def updates(self, names: Sequence[str]) -> dict[str, Update]:
         """Returns the updates that the stages have yet to make for these adapters, and clears them."""
         told = {}
         for name in names:
             update, self[name].update = self[name].update, None
             if update is not None:
-                told[name] = asdict(update)
+                told[name] = update
         return told

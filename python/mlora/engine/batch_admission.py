@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mlora.data.packing import BASE
+from mlora.data.micro_batch import BASE
 from mlora.data.record import Sample, sequence_lengths
 from mlora.engine.adapter_state import AdapterStates
 from mlora.engine.memory_limit import MemoryLimit, in_units
@@ -29,7 +29,6 @@ class BatchAdmission:
 
     def __init__(self, memory: MemoryLimit, states: AdapterStates) -> None:
         self._memory, self._states = memory, states
-        self._under_way: dict[int, list[Sequence[float]]] = {}
 
     def check_room(self) -> None:
         """Raises MemoryLimitError if the limit leaves no memory even for the smallest adapter, alone."""
@@ -71,18 +70,14 @@ class BatchAdmission:
             raise MemoryLimitError(self._refusal(batches, among))
         return found
 
-    def entered(self, number: int, pieces: Iterable[Batch]) -> None:
-        """Counts a batch that has entered, under a number of its own."""
-        self._under_way[number] = self._bounds(pieces, self._known())
+    def bounds(self, pieces: Iterable[Batch]) -> list[Sequence[float]]:
+        """Returns what each micro-batch of a batch takes at most on each stage, for `BatchFuture.bounds`."""
+        return self._bounds(pieces, self._known())
 
     def worth_measuring(self, pieces: Iterable[Batch]) -> bool:
         """Whether to measure the micro-batches of a batch."""
         among = self._known()
         return any([self._memory.estimate.worth_measuring(_rows(piece), among) for piece in pieces])
-
-    def left(self, number: int) -> None:
-        """Counts a batch that has come back, or will not."""
-        self._under_way.pop(number, None)
 
     def passed(self, measured: Sequence[MemorySample], peak: int, after: Sequence[int]) -> None:
         """Learns from a batch that has come back and still counts; see `MemoryLimit.took`."""
@@ -94,7 +89,7 @@ class BatchAdmission:
             self._memory.estimate.adopt()
 
     def _look_again(self) -> None:
-        if self._states.idle:
+        if not self._states.under_way:
             self._memory.look_again(list(self._states))
 
     def _smallest_cut(self, batches: Batch, least: int, among: Sequence[str]) -> list[Batch] | None:
@@ -115,7 +110,7 @@ class BatchAdmission:
 
     def _foreseen(self, more: list[Sequence[float]]) -> list[float]:
         """Returns the most that micro-batches under way, and some more, take at each stage."""
-        every = [bounds for batch in self._under_way.values() for bounds in batch] + more
+        every = [bounds for future in self._states.under_way for bounds in future.bounds] + more
         held = self._memory.room().held
         return [
             max((bounds[place] for bounds in every), default=0.0) * min(most, len(every))
@@ -158,7 +153,8 @@ class BatchAdmission:
                 f"adapter {name!r}: too little memory is free to measure what a micro-batch needs; {taken}; "
                 "call finish for the batches under way, remove an adapter, or raise the limit"
             )
-        held = [min(most, len(self._under_way) + 1) for most in memory.room().held]
+        limited = sum(bool(future.bounds) for future in self._states.under_way)
+        held = [min(most, limited + 1) for most in memory.room().held]
         missing = max(size * count - most for size, count, most in zip(need, held, free, strict=True))
         return (
             f"adapter {name!r}: a sample of {sum(own)} tokens needs {in_units(max(need))}, but the states of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlora.data.packing import BASE
+from mlora.data.micro_batch import BASE
 from mlora.data.preference import joined
 from mlora.engine.adapter_state import AdapterStates
 from mlora.engine.batch_admission import Batch

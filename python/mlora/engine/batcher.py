@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
-from mlora.data.packing import BASE, PackedBatch, pack, pack_prompts
+from mlora.data.micro_batch import BASE, MicroBatch, StageNote
+from mlora.data.packing import pack, pack_prompts
 from mlora.data.record import Sample
-from mlora.engine.adapter_state import AdapterStates, BatchResult
+from mlora.engine.adapter_state import AdapterStates, BatchFuture, BatchResult
 from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
 from mlora.engine.batch_samples import check_batches, checked_samples
 from mlora.engine.stage_group import StageGroup
+from mlora.engine.stage_worker import StageWorker
 from mlora.errors import check_kind
 from mlora.memory.estimate import MemorySample
 from mlora.model.base_info import router_loss_fault
@@ -28,27 +30,6 @@ from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.optimizer import OptimizerError
 from mlora.optim.step_rule import Update
 from mlora.pipeline.order import ALONE, RoundPosition
-
-_Parts = Sequence[tuple[PackedBatch, int | None]]
-"""Micro-batches, each with its number in the pipeline, or None if it has nothing to compute."""
-
-
-class BatchFuture:
-    """A batch that is under way.
-
-    Attributes:
-        ends: adapters whose accumulation it completes.
-        measured: after `finish`, its micro-batches' memory, if that was asked for.
-    """
-
-    def __init__(self, parts: _Parts, ends: Sequence[str]) -> None:
-        self.parts, self.ends = parts, ends
-        self.measured: list[MemorySample] = []
-
-    @property
-    def last(self) -> int:
-        """The number of its last micro-batch, 0 if it has none."""
-        return max((number for _, number in self.parts if number is not None), default=0)
 
 
 class Batcher:
@@ -123,7 +104,8 @@ class Batcher:
             if name not in batches:
                 raise ValueError(f"ends: expected adapters of the batch ({', '.join(batches)}), got {name!r}")
         for name in batches:
-            if self._states.of(name).ending:
+            self._states.of(name)
+            if any(name in future.ends for future in self._states.under_way):
                 raise ValueError(
                     f"adapter {name!r}: a batch that ends its accumulation is under way; call finish and "
                     "optim_step first"
@@ -132,45 +114,39 @@ class Batcher:
         if len(replicas) > 1:
             raise ValueError(f"batches: the adapters {', '.join(batches)} are in several replicas")
         batches = checked_samples(self._states, batches)
-        rows = {name: self._states[name].rows for name in batches}
-        packed = []
         pieces = self._cut(batches, 1 if whole else self._micro_batches)
         if self._admission is not None:
             measure = measure or self._admission.worth_measuring(pieces)
+        rows = {name: self._states[name].rows for name in batches}
+        packed = []
         for piece in pieces:
             packed.append(self._pack(piece, rows))
             for name, length in zip(packed[-1].names, packed[-1].lengths, strict=True):
                 rows[name] += length
         trained = [batch for batch in packed if batch.rows.numel()]
-        parts, stream = [], "+".join(batches)
+        if trained:
+            planned = self._planned(ends, packed)
+            packed = [
+                replace(batch, ends=list(ends), planned=planned) if batch is trained[-1] else batch
+                for batch in packed
+            ]
+        parts: list[tuple[MicroBatch, int | None]] = []
+        entered, stream = 0, "+".join(batches)
         for batch in packed:
-            last = bool(trained) and batch is trained[-1]
-            position = RoundPosition(trained.index(batch), len(trained)) if batch.rows.numel() else ALONE
-            number = next(self._measures) if measure else None
-            entered = self._enter(
-                batch,
-                ends if last else (),
-                position,
-                stream,
-                train=True,
-                measure=number,
-                planned=self._planned(ends, packed) if last else {},
-            )
-            parts.append((batch, entered))
-        for batch in packed:
+            position = RoundPosition(entered, len(trained)) if batch.rows.numel() else ALONE
+            entered += bool(batch.rows.numel())
+            batch = replace(batch, measure=next(self._measures) if measure else None)
+            parts.append((batch, self._enter(batch, position, stream, train=True)))
+        for batch, _ in parts:
             for name, length in zip(batch.names, batch.lengths, strict=True):
                 self._states[name].entered(length, batch.units[name])
-            for name in _only_read(batch):
-                self._states[name].under_way += 1
-        for name in ends:
-            self._states[name].ending = bool(trained)
-        future = BatchFuture(parts, ends if trained else ())
-        if self._admission is not None:
-            self._admission.entered(id(future), pieces)
+        bounds = () if self._admission is None else self._admission.bounds(pieces)
+        future = BatchFuture(parts, ends if trained else (), bounds)
+        self._states.under_way.append(future)
         return future
 
-    def _planned(self, ends: Sequence[str], packed: Sequence[PackedBatch]) -> dict[str, Any]:
-        """Returns what the stages are told of the updates that follow a batch; by default nothing."""
+    def _planned(self, ends: Sequence[str], packed: Sequence[MicroBatch]) -> dict[str, Update]:
+        """Returns the updates that are known before a batch; by default none."""
         return {}
 
     def _cut(self, batches: Batch, least: int) -> list[Batch]:
@@ -213,27 +189,23 @@ class Batcher:
         check_kind("future", future, "what start returned", BatchFuture)
         results: dict[str, BatchResult] = {}
         for place, (batch, number) in enumerate(future.parts):
-            with ExitStack() as stack:
-                stack.callback(self._take_back, future, future.parts[place:])
+            with ExitStack() as unless_back:
+                unless_back.callback(self._take_back, future, future.parts[place:])
                 notes, losses = self._leave(batch, number)
-                stack.pop_all()
-            self._note_failures(note["failed"] for note in notes)
-            if notes and all("memory" in note for note in notes):
-                phases = tuple(tuple(note["memory"]) for note in notes)
+                unless_back.pop_all()
+            self._note_failures(note.failed for note in notes)
+            phases = tuple(tuple(note.memory) for note in notes if note.memory is not None)
+            if notes and len(phases) == len(notes):
                 future.measured.append(MemorySample(batch.all_lengths, phases))
-            for name in _only_read(batch):
-                self._states[name].under_way -= 1
             for name, found in losses.items():
-                self._states[name].under_way -= 1
                 results[name] = results[name].plus(found) if name in results else found
             for name in future.ends:
-                self._states[name].ending = False
-                if notes and all(name in note["squares"] for note in notes):
-                    self._states[name].squares = sum(float(note["squares"][name]) for note in notes)
+                if notes and all(name in note.squares for note in notes):
+                    self._states[name].squares = sum(float(note.squares[name]) for note in notes)
         if self._admission is not None:
-            after = self.memory_after if self._states.idle else ()
+            after = self.memory_after if self._states.under_way in ([], [future]) else ()
             self._admission.passed(future.measured, self.peak_memory, after)
-            self._admission.left(id(future))
+        self._states.landed(future)
         results = self._with_failed(results)
         for name in (name for name, result in results.items() if result.fault):
             self._states[name].leave(Update())
@@ -262,7 +234,8 @@ class Batcher:
         for replica, own in replicas.items():
             updates = self._states.updates(own)
             if updates:
-                self._note_failures(self._pipeline.control("update", {"updates": updates}, replica=replica))
+                answers = self._pipeline.control(StageWorker.update, {"updates": updates}, replica=replica)
+                self._note_failures(answers)
         return {name: self._states[name].fault for name in names if self._states[name].fault}
 
     def _flush(self, *names: str) -> None:
@@ -297,13 +270,11 @@ class Batcher:
         for name, message in (each for failed in of_stages for each in failed.items()):
             self._states[name].fault = self._states[name].fault or message
 
-    def _take_back(self, future: BatchFuture, parts: _Parts) -> None:
-        if self._admission is not None:
-            self._admission.left(id(future))
+    def _take_back(self, future: BatchFuture, parts: Sequence[tuple[MicroBatch, int | None]]) -> None:
+        """Drops what adapters have accumulated: a backward that failed may have added to some gradients."""
+        self._states.landed(future)
         for name in (name for batch, _ in parts for name in batch.names):
-            self._states[name].failed()
-        for name in (name for batch, _ in parts for name in _only_read(batch)):
-            self._states[name].under_way -= 1
+            self._states[name].leave(Update())
 
     def evaluate(self, batches: Mapping[str | None, Sequence[Sample]]) -> dict[str, BatchResult]:
         """Returns losses without gradients or dropout.
@@ -338,7 +309,7 @@ class Batcher:
             ValueError, LossError, OptimizerError: as `evaluate`.
         """
         check_kind("batches", batches, "an iterable of batches", Iterable)
-        under_way: deque[_Parts] = deque()
+        under_way: deque[BatchFuture] = deque()
         try:
             for batch in batches:
                 pieces = self._pieces(checked_samples(self._states, batch))
@@ -346,8 +317,8 @@ class Batcher:
                 self.settle([name for part in packed for name in part.all_owners])
                 if raises:  # not for adapters that the batch only reads, as in training
                     self._raise_failed(name for part in packed for name in part.names)
-                under_way.append([(part, self._enter(part, train=False)) for part in packed])
-                self._count_evaluation(under_way[-1], 1)
+                under_way.append(BatchFuture([(part, self._enter(part, train=False)) for part in packed]))
+                self._states.under_way.append(under_way[-1])
                 if len(under_way) == 2 * self.stages * self.replicas:
                     yield self._evaluated(under_way, raises)
             while under_way:
@@ -356,28 +327,24 @@ class Batcher:
             while under_way:  # a batch was malformed, or the caller stopped early
                 self._evaluated(under_way, raises=False)
 
-    def _evaluated(self, under_way: deque[_Parts], raises: bool) -> dict[str, BatchResult]:
+    def _evaluated(self, under_way: deque[BatchFuture], raises: bool) -> dict[str, BatchResult]:
         """Returns the results of the oldest batch; after an error none of the others comes back."""
         found: dict[str, BatchResult] = {}
-        with ExitStack() as stack:
-            stack.callback(self._forget, under_way)
-            for batch, number in under_way[0]:
+        with ExitStack() as unless_back:
+            unless_back.callback(self._forget, under_way)
+            for batch, number in under_way[0].parts:
                 for name, result in self._leave(batch, number)[1].items():
                     found[name] = found[name].plus(result) if name in found else result
-            stack.pop_all()
-        self._count_evaluation(under_way.popleft(), -1)
+            unless_back.pop_all()
+        self._states.landed(under_way.popleft())
         found = self._with_failed(found)
         if raises:
             self._raise_faults(found)
         return found
 
-    def _forget(self, under_way: deque[_Parts]) -> None:
+    def _forget(self, under_way: deque[BatchFuture]) -> None:
         while under_way:
-            self._count_evaluation(under_way.popleft(), -1)
-
-    def _count_evaluation(self, parts: _Parts, more: int) -> None:
-        for name in (name for batch, _ in parts for name in batch.all_owners):
-            self._states[name].under_way += more
+            self._states.landed(under_way.popleft())
 
     def next_tokens(self, batches: Mapping[str | None, Sequence[Sequence[int]]]) -> dict[str, list[int]]:
         """Returns the most likely next token of sequences, or a classifier's label, without dropout.
@@ -416,7 +383,7 @@ class Batcher:
             packed = pack_prompts(prompts, device=self.device)
             number = self._enter(packed, train=False)
             assert number is not None
-            tokens = iter(self._pipeline.finish(number).report.tolist())
+            tokens = iter(self._pipeline.finish(number).report.next_tokens.tolist())
             for name, own in part.items():
                 found.setdefault(name or BASE, []).extend(next(tokens) for _ in own)
         return found
@@ -429,16 +396,16 @@ class Batcher:
             found.setdefault(replica, {})[name] = rows
         return [piece for part in found.values() for piece in self._cut(part, 1)]
 
-    def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> PackedBatch:
+    def _pack(self, batches: Mapping[Any, Sequence[Sample]], row0: Mapping[str, int] | None) -> MicroBatch:
         starts = {name: s.start for name in batches if (s := self._states.get(name)) and s.start is not None}
         packed = pack(batches, row0=row0, vocab_size=self._vocab_size, device=self.device, starts=starts)
-        for name, samples in batches.items():
+        for (name, samples), tokens in zip(batches.items(), packed.counts, strict=True):
             if name not in (None, BASE):
                 objective = self._states[name].objective
-                packed.units[name] = packed.tokens[name]
+                packed.units[name] = tokens
                 try:
                     with FailuresOfLoss(objective):
-                        units = index(objective.units(samples, packed.tokens[name]))
+                        units = index(objective.units(samples, tokens))
                         if units < 0:
                             raise ValueError(f"units: expected 0 or more, got {units}")
                         packed.units[name] = units
@@ -448,97 +415,63 @@ class Batcher:
 
     def _enter(
         self,
-        batch: PackedBatch,
-        ends: Sequence[str] = (),
+        batch: MicroBatch,
         position: RoundPosition = ALONE,
         stream: str = "",
         *,
         train: bool,
-        measure: int | None = None,
-        planned: Mapping[str, Any] | None = None,
-        start: Mapping[str, Any] | None = None,
         replica: int = 0,
     ) -> int | None:
         """Lets a micro-batch enter the pipeline; returns None if it has nothing to compute.
 
-        In traces, `stream` joins the micro-batches of one batch. `start` as in `StageWorker.forward`. Rows
-        without an adapter go to `replica`. Without `train`, only the last stage answers: call `_flush` before
-        the first micro-batch of the batch, which tells of failed optimizers.
+        In traces, `stream` joins the micro-batches of one batch. Rows without an adapter go to `replica`.
+        Without `train`, only the last stage answers: call `_flush` before the first micro-batch of the batch,
+        which tells of failed optimizers.
         """
         if not batch.rows.numel():
             return None
-        adapters = [name for name in batch.names if name != BASE]
-        common: dict[str, Any] = {
-            "rows": batch.description(),
-            "steps": [self._states[name].steps for name in adapters],
-            "updates": self._states.updates(batch.all_owners),
-            "ends": list(ends),
-        }
-        inputs = {"input_ids": batch.input_ids}
-        if batch.silent is not None:
-            common["silent_rows"] = batch.silent.description()
-            inputs["silent_ids"] = batch.silent.input_ids
-        if measure is not None:
-            common["measure"] = measure
-        if planned:
-            common["planned"] = planned
-        if start:
-            common["start"] = start
-        targets: dict[str, Any] = {
-            "rows": batch.rows,
-            "targets": batch.targets,
-            "names": list(batch.names),
-            "counts": batch.rows_of_owners(),
-            "scales": [1.0 if n == BASE else self._states[n].scaler.scale for n in batch.names],
-        }
-        specs = [CROSS_ENTROPY if n == BASE else self._states[n].objective_spec for n in batch.names]
-        if batch.targets is not None and any(spec != CROSS_ENTROPY for spec in specs):
-            targets |= {"objectives": specs, "lengths": batch.trained_lengths(), "facts": batch.facts}
-        if batch.silent is not None:
-            silent = batch.silent
-            targets["silent"] = {
-                "rows": silent.rows,
-                "targets": silent.targets,
-                "names": list(silent.names),
-                "counts": silent.rows_of_owners(),
-                "lengths": [length for own in silent.trained_lengths() for length in own],
-                "reads": batch.reads,
-            }
+        owners = [None if name == BASE else self._states[name] for name in batch.names]
+        adapters = [state for state in owners if state is not None]
+        objectives = [CROSS_ENTROPY if state is None else state.objective_spec for state in owners]
+        plain = batch.targets is None or all(spec == CROSS_ENTROPY for spec in objectives)
+        batch = replace(
+            batch,
+            facts=() if plain else batch.facts,
+            steps=[state.steps for state in adapters],
+            scales=[1.0 if state is None else state.scaler.scale for state in owners],
+            objectives=None if plain else objectives,
+            updates=self._states.updates(batch.all_owners),
+        )
         return self._pipeline.start(
-            inputs,
-            targets,
-            common=common,
+            batch,
             train=train,
             position=position,
             stream=stream,
             rows=sum(batch.all_lengths),
-            replica=self._states[adapters[0]].replica if adapters else replica,
+            replica=adapters[0].replica if adapters else replica,
         )
 
-    def _leave(self, batch: PackedBatch, number: int | None) -> tuple[Sequence[Any], dict[str, BatchResult]]:
+    def _leave(
+        self, batch: MicroBatch, number: int | None
+    ) -> tuple[Sequence[StageNote], dict[str, BatchResult]]:
         """Waits for a micro-batch; returns the stages' notes on it and its results by name."""
         if number is None:
-            return (), {name: BatchResult(0.0, batch.tokens[name]) for name in batch.names}
+            return (), {name: BatchResult(0.0, 0) for name in batch.names}
         result = self._pipeline.finish(number)
-        self.peak_memory = max([self.peak_memory, *(note["peak_memory"] for note in result.notes)])
+        self.peak_memory = max([self.peak_memory, *(note.peak_memory for note in result.notes)])
         if result.notes:
-            self.memory_after = [note["used_memory"] for note in result.notes]
+            self.memory_after = [note.used_memory for note in result.notes]
         report = result.report
-        metrics = report.get("metrics") or [{} for _ in batch.names]
-        faults = report.get("faults") or ["" for _ in batch.names]
+        metrics = report.metrics or [{} for _ in batch.names]
+        faults = report.faults or ["" for _ in batch.names]
         found = {}
-        for name, loss, own, fault in zip(
-            batch.names, report["losses"].tolist(), metrics, faults, strict=True
+        for name, tokens, loss, own, fault in zip(
+            batch.names, batch.counts, report.losses.tolist(), metrics, faults, strict=True
         ):
-            units = batch.units.get(name, batch.tokens[name])
+            units = batch.units.get(name, tokens)
             totals = {key: total for key, (total, _) in own.items()}
             counts = {key: count for key, (_, count) in own.items() if count is not None}
             if name in batch.faults:
                 loss, fault = math.nan, batch.faults[name]
-            found[name] = BatchResult(loss, batch.tokens[name], units, totals, counts, fault)
+            found[name] = BatchResult(loss, tokens, units, totals, counts, fault)
         return result.notes, found
-
-
-def _only_read(batch: PackedBatch) -> list[str]:
-    """Returns the adapters whose rows are run without gradient only."""
-    return [name for name in batch.all_owners if name not in batch.names]

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import mlora_ext
-from mlora.data.packing import BASE
+from mlora.data.micro_batch import BASE, MicroBatch, PackedRows
 from mlora.engine.put_adapter import put_adapter
 from mlora.engine.stage_group import Source, StageOptions, count_blocks, spans_of
 from mlora.engine.stage_worker import StageWorker
@@ -231,7 +231,7 @@ class DryStage:
             for name in loras:
                 part.own(name, _OPTIM)
             part.objective(_LOSS, CustomLoss(lambda rows: -rows.sums()))
-            stage = Stage(part, index, stages, part.losses, part)
+            stage = Stage(part, index, stages)
             labels = {name: label_objective(lora) for name, lora in loras.items()}
             for count in counts:
                 base.cut = self._cut(model, count)
@@ -287,41 +287,48 @@ class DryStage:
             objective.rows(lengths) if isinstance(objective, LabelObjective) else [n - 1 for n in lengths]
             for objective, lengths in zip(objectives, live.values(), strict=True)
         ]
-        counts = [sum(lengths) for lengths in trained]
-        targets = {**_trained(counts), "counts": counts, "scales": [1.0] * len(live), "names": list(live)}
-        steps = [0] * len(live)
-        common = {"rows": _rows(live), "steps": steps, "updates": {}, "ends": [], "measure": 0}
-        inputs, hidden = {"input_ids": self._ids(live)}, [self._hidden(live)]
+        batch = MicroBatch(
+            **self._rows(live, trained),
+            steps=[0] * len(live),
+            scales=[1.0] * len(live),
+            measure=0,
+        )
+        hidden = [self._hidden(live)]
         if silent or any(objectives):
-            targets |= {
-                "objectives": [labels[name] or (_LOSS if silent else CROSS_ENTROPY) for name in live],
-                "lengths": trained,
-                "facts": [
-                    [objective.stand_in()] * len(lengths) if isinstance(objective, LabelObjective) else ()
-                    for objective, lengths in zip(objectives, trained, strict=True)
-                ],
-            }
+            specs = [labels[name] or (_LOSS if silent else CROSS_ENTROPY) for name in live]
+            facts = [
+                [objective.stand_in()] * len(lengths) if isinstance(objective, LabelObjective) else ()
+                for objective, lengths in zip(objectives, trained, strict=True)
+            ]
+            batch = replace(batch, objectives=specs, facts=facts)
         if silent:
             quiet = {BASE: list(map(int, silent))}
-            common["silent_rows"] = _rows(quiet)
-            inputs["silent_ids"] = self._ids(quiet)
             hidden.append(self._hidden(quiet))
-            lengths = [length - 1 for length in silent]
-            targets |= {
-                "silent": {
-                    **_trained(lengths),
-                    "names": [BASE],
-                    "counts": [sum(lengths)],
-                    "lengths": lengths,
-                    "reads": [list(range(len(silent)))] * len(live),
-                },
-            }
+            rows = PackedRows(**self._rows(quiet, [[length - 1 for length in silent]]))
+            batch = replace(batch, silent=rows, reads=[list(range(len(silent)))] * len(live))
         for row in rows_to_pass(base, live).values():
             hidden.append(torch.empty(row.shape, dtype=row.dtype, device=self._options.device))
-        content = {"number": 0, "train": True, "position": ALONE, "common": common, "targets": targets}
+        content = {"number": 0, "train": True, "position": ALONE, "batch": batch}
         if self._span is not None and not self._span.is_first:
-            return Message(MessageType.FORWARD, {**content, "activations": hidden})
-        return Message(MessageType.FORWARD, {**content, "inputs": inputs})
+            content["activations"] = hidden
+        return Message(MessageType.FORWARD, content)
+
+    def _rows(self, shape: Mapping[str, Sequence[int]], trained: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Returns the arguments of `PackedRows` for sequences of these lengths, of which so many are trained.
+
+        Which rows and which targets does not matter here.
+        """
+        rows = torch.zeros(sum(map(sum, trained)), dtype=torch.int32)
+        return {
+            "names": tuple(shape),
+            "lengths": tuple(map(sum, shape.values())),
+            "row0": (0,) * len(shape),
+            "sequences": tuple(length for lengths in shape.values() for length in lengths),
+            "trained": trained,
+            "rows": rows,
+            "targets": rows,
+            "input_ids": self._ids(shape),
+        }
 
 
 class _GroupedProducts(TorchDispatchMode):
@@ -389,33 +396,16 @@ def _live(shape: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
     return {name: [n for n in own if not isinstance(n, SilentRows)] for name, own in shape.items()}
 
 
-def _rows(shape: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Returns the arguments of `PackedRows.of` for sequences of these lengths."""
-    return {
-        "names": tuple(shape),
-        "lengths": tuple(map(sum, shape.values())),
-        "row0": (0,) * len(shape),
-        "sequences": tuple(length for lengths in shape.values() for length in lengths),
-    }
-
-
-def _trained(counts: Sequence[int]) -> dict[str, Tensor]:
-    """Returns places and tokens of so many trained rows."""
-    trained = torch.zeros(sum(counts), dtype=torch.int32)
-    return {"rows": trained, "targets": trained}
-
-
 def _pass(stage: Stage, message: Message, gradient: Tensor) -> tuple[int, ...]:
     """Runs a micro-batch forward and backward from `gradient`; returns the bytes of its phases."""
-    if stage.is_last:
-        done = stage.unit(message)
-    else:
-        sent = stage.forward(message).content["activations"]
-        silent = [None] if "silent_rows" in message.content["common"] else []
+    done = stage.forward(message)
+    if not stage.is_last:
+        sent = done.content["activations"]
+        silent = [] if message.content["batch"].silent is None else [None]
         gradients = [gradient, *silent, *map(torch.empty_like, sent[1 + len(silent) :])]
         back = {"number": 0, "position": ALONE, "gradients": gradients, "notes": [], "report": None}
         done = stage.backward(Message(MessageType.BACKWARD, back))
-    found: tuple[int, ...] = done.content["notes"][0]["memory"]
+    found: tuple[int, ...] = done.content["notes"][0].memory
     return found
 
 

@@ -29,6 +29,7 @@ from mlora.engine.measured_samples import PIECES, MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit, nothing_left
 from mlora.engine.put_adapter import labelled, plain_lora, put_adapter
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
+from mlora.engine.stage_worker import StageWorker
 from mlora.engine.start_beside import put_start_beside
 from mlora.errors import MemoryLimitError, check_kind, check_kinds
 from mlora.memory.estimate import MemorySample
@@ -48,6 +49,7 @@ from mlora.optim.optimizer import OptimizerError
 from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import LossScaler, StepRule, Update
 from mlora.pipeline.order import held_at_once
+from mlora.pipeline.stage import Verb
 from mlora.pipeline.trace import Entry
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
 from mlora_ext.backends.gpu_base_gemm import Record, Shape, times_of
@@ -220,18 +222,18 @@ class Engine(Batcher):
     @property
     def idle(self) -> bool:
         """Whether nothing is under way."""
-        return self._states.idle
+        return not self._states.under_way
 
     def used_memory(self) -> list[int]:
         """Returns the bytes that each stage of each replica has in use now.
 
         Stages that are threads of one process report that of the whole process.
         """
-        return self._every("memory")
+        return self._every(StageWorker.memory)
 
     def base_bytes(self) -> list[BaseBytes]:
         """Returns where the bytes of the base model are, for each stage of each replica."""
-        return [BaseBytes(**answer) for answer in self._every("base_bytes")]
+        return [BaseBytes(**answer) for answer in self._every(StageWorker.base_bytes)]
 
     def forecast(self, batches: Mapping[str, Sequence[Sample]]) -> list[Forecast]:
         """Runs a batch, drops its gradients, and predicts how long such batches take on each stage.
@@ -251,19 +253,19 @@ class Engine(Batcher):
             ValueError: a name is unknown, a sample is malformed, or `device_memory` is too small.
             OptimizerError: if an adapter's optimizer failed in an earlier step. Remove the adapter.
         """
-        self._every("watch")
+        self._every(StageWorker.watch)
         self.finish(self.start(batches, whole=True), raises=False)
         for name in batches:
             self.discard_gradients(name)
         tokens = sum(sample.rows for samples in batches.values() for sample in samples)
         in_flight = min(max(self._held(self.stages)), max(self.stages, self._micro_batches))
         sharing = 1 if self._spread else self.stages
-        answers = self._every("forecast", tokens=tokens, in_flight=in_flight, sharing=sharing)
+        answers = self._every(StageWorker.forecast, tokens=tokens, in_flight=in_flight, sharing=sharing)
         return [Forecast(**found) for found in answers if found]
 
     def release_memory(self) -> None:
         """Makes each stage give back memory that nothing uses."""
-        self._every("release_memory")
+        self._every(StageWorker.release_memory)
 
     def limit_memory(
         self,
@@ -368,7 +370,7 @@ class Engine(Batcher):
 
     @base_gemm.setter
     def base_gemm(self, library: str | None) -> None:
-        self._every("base_gemm", dtype=_name(self.dtype), library=library)
+        self._every(StageWorker.base_gemm, dtype=_name(self.dtype), library=library)
         if self.device.type == "cuda":
             self._gpu_base_gemm = library
 
@@ -387,7 +389,7 @@ class Engine(Batcher):
             ValueError: if `known` is something else.
         """
         times_of(known)
-        answers = self._every("base_gemm_times", known=[*known])
+        answers = self._every(StageWorker.base_gemm_times, known=[*known])
         found = {
             tuple(record[key] for key in Shape._fields): record
             for answer in reversed(answers)
@@ -395,7 +397,7 @@ class Engine(Batcher):
         }
         merged = [*found.values()]
         if merged:
-            self._every("base_gemm_times", known=merged)
+            self._every(StageWorker.base_gemm_times, known=merged)
             self.release_memory()
         return merged
 
@@ -549,7 +551,8 @@ class Engine(Batcher):
                 "trained": trained,
                 "weights": None if folder is None else adapter_weights(self.registry, name, folder),
             }
-            self._control("create", name, arguments, first_done=self.registry is self.model)
+            first_done = self.registry is self.model
+            self._control(StageWorker.create, name, first_done=first_done, **arguments)
 
     def _objective(self, name: str, objective: Any) -> tuple[Objective, Any]:
         """Returns an objective, and what the last stage makes it of; raises ObjectiveError if it is wrong."""
@@ -578,7 +581,7 @@ class Engine(Batcher):
         start, own.start = own.start, None
         if start is not None and not self._states.users_of(start):
             self.remove_adapter(start)
-        self._control("remove", name)
+        self._control(StageWorker.remove, name)
         if self.registry is not self.model:
             mlora_ext.remove_adapter(self.registry, name)
         del self._states[name]
@@ -611,7 +614,7 @@ class Engine(Batcher):
             raise ValueError(f"adapter {name!r}: has no gradient; call forward_backward first")
         squares = adapter.squares
         if squares is None:
-            squares = sum(float(part) for part in self._control("squares", name))
+            squares = sum(float(part) for part in self._control(StageWorker.squares, name))
         done = adapter.decide(squares)
         if self.alone:
             self._flush(name)
@@ -647,7 +650,7 @@ class Engine(Batcher):
         """
         adapter = self._states.at_rest(name)
         self._flush(name)
-        parts = self._control("state", name)
+        parts = self._control(StageWorker.state, name)
         merged = {key: _merged(part[key] for part in parts) for key in ("weights", "gradients", "moments")}
         info = router_of(self.registry).adapters[name]
         # ranks that EVA has distributed
@@ -686,7 +689,7 @@ class Engine(Batcher):
         tensors = {key: state[key] for key in ("weights", "gradients", "moments")}
         arguments = {"updates": state["updates"], "seed": state["dropout_seed"], "state": tensors}
         try:
-            self._control("load", name, arguments)
+            self._control(StageWorker.load, name, **arguments)
         except ValueError as error:
             raise ValueError(f"adapter {name!r}: {error}") from error
         router_of(self.registry).adapters[name].seed = state["dropout_seed"]
@@ -712,7 +715,7 @@ class Engine(Batcher):
         """
         self._states.at_rest(name)
         self._flush(name)
-        return _merged(self._control("weights", name))
+        return _merged(self._control(StageWorker.weights, name))
 
     def save(
         self, name: str, folder: str | os.PathLike[str], weights: Mapping[str, Tensor] | None = None
@@ -783,21 +786,18 @@ class Engine(Batcher):
         else:
             self._pipeline.abort(error)
 
-    def _every(self, verb: str, **arguments: Any) -> list[Any]:
+    def _every(self, verb: Verb, **arguments: Any) -> list[Any]:
         """Asks every stage of each replica."""
-        replicas = range(self.replicas)
         return [
             answer
-            for replica in replicas
+            for replica in range(self.replicas)
             for answer in self._pipeline.control(verb, arguments, replica=replica)
         ]
 
-    def _control(
-        self, verb: str, name: str, arguments: Mapping[str, Any] | None = None, *, first_done: bool = False
-    ) -> list[Any]:
+    def _control(self, verb: Verb, name: str, *, first_done: bool = False, **arguments: Any) -> list[Any]:
         """Asks the stages that have an adapter."""
-        arguments = {"name": name, **(arguments or {})}
         replica = self._states.at_rest(name).replica
+        arguments = {"name": name, **arguments}
         return self._pipeline.control(verb, arguments, first_done=first_done, replica=replica)
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mlora.data.packing import PackedBatch
+from mlora.data.micro_batch import MicroBatch
 from mlora.data.record import Sample
 from mlora.engine.adapter_state import AdapterState
 from mlora.engine.engine import Engine
+from mlora.engine.full_worker import FullWorker
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.optim_config import OptimConfig
-from mlora.optim.step_rule import LossScaler, StepRule
+from mlora.optim.step_rule import LossScaler, StepRule, Update
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -82,8 +82,8 @@ class FullEngine(Engine):
         self._flush(name)
         file = full_file(name, adapter.steps)
         path = self.folder / file
-        (saved,) = self._control("save_state", name, {"file": str(path)})
-        (state,) = self._control("state", name)
+        (saved,) = self._control(FullWorker.save_state, name, file=str(path))
+        (state,) = self._control(FullWorker.state, name)
         return {**state, **adapter.state_dict(), **saved, "file": file, "bytes": path.stat().st_size}
 
     def load_state_dict(self, name: str, state: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ class FullEngine(Engine):
         path = self.folder / state["file"]
         tensors = {"file": str(path), "counts": state["counts"], "gradients": state["gradients"]}
         try:
-            self._control("load", name, {"updates": state["updates"], "seed": 0, "state": tensors})
+            self._control(FullWorker.load, name, updates=state["updates"], seed=0, state=tensors)
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror or error}") from error
         self._states.of(name).load_state_dict(state)
@@ -103,7 +103,7 @@ class FullEngine(Engine):
     def remove_adapter(self, name: str) -> None:
         """Ends the task; the model keeps its weights."""
         self._flush(name)
-        self._control("remove", name)
+        self._control(FullWorker.remove, name)
         del self._states[name]
         self.memory_after = []
 
@@ -131,16 +131,16 @@ class FullEngine(Engine):
     ) -> None:
         """Writes the model as a Transformers folder. Raises OSError if it cannot be written."""
         self._flush(name)
-        self._pipeline.control("export", {"folder": os.fspath(folder)})
+        self._pipeline.control(FullWorker.export, {"folder": os.fspath(folder)})
 
-    def _planned(self, ends: Sequence[str], packed: Sequence[PackedBatch]) -> dict[str, Any]:
+    def _planned(self, ends: Sequence[str], packed: Sequence[MicroBatch]) -> dict[str, Update]:
         found = {}
         for name in ends:
             state = self._states[name]
             units = state.units + sum(batch.units.get(name, 0) for batch in packed)
             update = state.rule.planned(units * state.scaler.scale)
             if update is not None:
-                found[name] = asdict(update)
+                found[name] = update
         return found
 
 

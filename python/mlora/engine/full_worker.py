@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlora.data.packing import PackedRows
+from mlora.data.micro_batch import MicroBatch
 from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_model import BaseModel
 from mlora.model.cut import find_blocks
@@ -22,6 +22,7 @@ from mlora.optim.groups import layer_norms_among
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import Optimizer, Shapes, elements
 from mlora.optim.step_rule import Update
+from mlora.pipeline import verb
 from mlora.pipeline.trace import Trace
 
 
@@ -145,65 +146,49 @@ class FullWorker(StageWorker):
         if self._trace is not None:
             optimizer.adamw.on_span(self._trace.add_beside)
 
-    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    @verb
+    def update(self, updates: Mapping[str, Update]) -> dict[str, str]:
         """Makes the task's update; what fails there, such as the disk, concerns the whole run."""
         for name, update in updates.items():
-            self._optimizers[name].apply(Update(**update))
+            self._optimizers[name].apply(update)
             self._changed(name)
         return {}
 
+    @verb
     def remove(self, name: str) -> None:
         """Forgets the task; the weights stay as they are."""
         self._full(name).close()
         del self._optimizers[name]
         self._in_flight.pop(name, None)
 
-    def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
-        """Runs the verbs of `StageWorker` that concern a model without adapters."""
-        if verb == "save_state":
-            return self._save_state(**arguments)
-        if verb == "export":
-            return export_model(self.base, Path(arguments["folder"]))
-        return super().control(verb, arguments)
+    @verb
+    def export(self, folder: str) -> None:
+        """Writes the stage's weights; see `export_model`."""
+        export_model(self.base, Path(folder))
 
-    def forward(  # type: ignore[override]  # no objective here has rows without gradient
-        self,
-        received: Tensor | None = None,
-        *,
-        input_ids: Tensor | None = None,
-        rows: Mapping[str, Sequence[Any]],
-        steps: Sequence[int],
-        updates: Mapping[str, Mapping[str, Any]],
-        ends: Sequence[str],
-        measure: int | None = None,
-        start: Mapping[str, Any] | None = None,
-        planned: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> Tensor:
-        """Makes the updates decided since the last forward, and runs a micro-batch; returns `[T, D]`.
-
-        `planned` are updates that each Parameter gets as soon as its gradient is there.
-        """
-        assert start is None, "there are no adapters to initialise"
-        self._update(updates)
+    def forward(self, given: Sequence[Tensor], batch: MicroBatch) -> Tensor:
+        """Makes the updates decided since the last forward, and runs a micro-batch; returns `[T, D]`."""
+        assert batch.start is None, "there are no adapters to initialise"
+        assert batch.silent is None, "no objective here has rows without gradient"
+        self.update(batch.updates)
         if torch.is_grad_enabled():
-            self._latest = rows["names"]
-            for name in rows["names"]:
+            self._latest = batch.names
+            for name in batch.names:
                 self._in_flight[name] = self._in_flight.get(name, 0) + 1
-            for name in rows["names"]:
-                update = (planned or {}).get(name)
-                self._full(name).planned = None if update is None else Update(**update)
-        packed = PackedRows.of(**rows, device=self.device)
-        return self.base.hidden(input_ids, packed.position_ids, packed.sequences, received)
+                self._full(name).planned = batch.planned.get(name)
+        return self.base.hidden(batch.input_ids, *batch.places(self.device), *given)
 
-    def _watch(self) -> None:
-        super()._watch()
+    @verb
+    def watch(self) -> None:
+        super().watch()
         for name in self._optimizers:
             self._full(name).drops = True
 
-    def _forecast(self, tokens: int, in_flight: int, sharing: int) -> dict[str, Any] | None:
+    @verb
+    def forecast(self, tokens: int, in_flight: int, sharing: int) -> dict[str, Any] | None:
         for name in self._optimizers:
             self._full(name).drops = False
-        return super()._forecast(tokens, in_flight, sharing)
+        return super().forecast(tokens, in_flight, sharing)
 
     def _changed(self, name: str) -> None:
         """Does nothing: autograd itself notices changed weights."""
@@ -230,12 +215,14 @@ class FullWorker(StageWorker):
     def _logits(self, output: Tensor) -> Tensor:
         return self.base.logits(output)
 
-    def _state(self, name: str) -> dict[str, Any]:
+    @verb
+    def state(self, name: str) -> dict[str, Any]:
         """Returns copies of open gradients; `save_file` writes the weights and moments."""
         named = self.base.model.named_parameters()
         return {"gradients": {key: p.grad.clone() for key, p in named if p.grad is not None}}
 
-    def _load(self, name: str, state: Mapping[str, Any], updates: int, seed: int) -> None:
+    @verb
+    def load(self, name: str, state: Mapping[str, Any], updates: int, seed: int) -> None:
         """Takes over weights and moments of a file, and open gradients."""
         optimizer = self._full(name)
         optimizer.drop_gradients()
@@ -245,7 +232,8 @@ class FullWorker(StageWorker):
             if key in state["gradients"]:
                 parameter.grad = state["gradients"][key].to(parameter.dtype).clone()
 
-    def _save_state(self, name: str, file: str) -> dict[str, Any]:
+    @verb
+    def save_state(self, name: str, file: str) -> dict[str, Any]:
         """Writes weights and moments to a file; returns its CRC-32 and the updates made of each Parameter."""
         adamw = self._full(name).adamw
         return {"crc32": adamw.save_file(Path(file)), "counts": adamw.counts}

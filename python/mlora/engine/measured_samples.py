@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
-from mlora.data.packing import BASE
+from mlora.data.micro_batch import BASE
 from mlora.data.preference import JointSample
 from mlora.data.record import LabelledSample, Sample
 from mlora.engine.adapter_memory import LEAST, seed_shapes, spread

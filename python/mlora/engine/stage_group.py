@@ -88,7 +88,7 @@ def stage_group_of_threads(
         make_worker(copy.deepcopy(source) if copies else source, span, _on_its_device(options, stage))
         for stage, span in enumerate(spans)
     ]
-    driver = Pipeline(parts, schedule, parts[-1].losses, hooks=parts, in_flight=in_flight, trace=trace)
+    driver = Pipeline(parts, schedule, in_flight=in_flight, trace=trace)
     blocks = [0 if span is None else span.last - span.first for span in spans]
     return StageGroup(driver, parts[0], blocks, last=parts[-1])
 
@@ -131,9 +131,7 @@ def stage_of_this_process(
         count,
         neighbours,
         schedule,
-        part.losses,
         device=options.device,
-        hooks=part,
         in_flight=in_flight,
         trace=trace,
         name=f"stage {world.rank}",

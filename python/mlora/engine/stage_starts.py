@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from mlora.data.micro_batch import Observation
 from mlora.errors import first_line
 from mlora.model.base_model import BaseModel
 from mlora.model.original_weights import original_weights
+from mlora.pipeline import verb
 from mlora_ext.nn.routing.router import router_of
-from mlora_ext.nn.start.from_weights import ReadWeight, layers_of, start_from_weights
+from mlora_ext.nn.start.from_weights import ReadWeight, layers_of
+from mlora_ext.nn.start.from_weights import start_from_weights as start_layer
 from mlora_ext.nn.start.statistics import Statistics, statistics_of
 
 
@@ -24,16 +27,18 @@ class StageStarts:
         self._statistics: dict[str, Statistics] = {}
         self._originals: dict[str, tuple[ReadWeight, ExitStack]] = {}
 
-    def ask(self, name: str, verb: str, arguments: Sequence[Any] = ()) -> Any:
+    @verb
+    def ask_start(self, name: str, question: str, arguments: Sequence[Any] = ()) -> Any:
         """Does what `mlora_ext.nn.start` asks for; `begin` and `end` enclose an adapter's initialisation."""
-        if verb == "begin":
+        if question == "begin":
             self._statistics[name] = statistics_of(self._base.model, name)
             return None
-        if verb == "end":
+        if question == "end":
             self._statistics.pop(name, None)
             return None
-        return getattr(self._statistics[name], verb)(*arguments)
+        return getattr(self._statistics[name], question)(*arguments)
 
+    @verb
     def open_originals(self, name: str, source: str) -> dict[str, Any]:
         """Opens the original weights of an adapter's layers that are here.
 
@@ -49,13 +54,15 @@ class StageStarts:
             return {"fault": first_line(error)}
         return {"layers": len(layers)}
 
-    def from_weights(self, name: str, layer: str) -> dict[str, Any]:
+    @verb
+    def start_from_weights(self, name: str, layer: str) -> dict[str, Any]:
         """Gives an adapter LoftQ's values in a layer; returns 1 if it is here, else 0, or what is wrong."""
         try:
-            return {"layers": start_from_weights(self._base.model, name, self._originals[name][0], layer)}
+            return {"layers": start_layer(self._base.model, name, self._originals[name][0], layer)}
         except ValueError as error:
             return {"fault": first_line(error)}
 
+    @verb
     def close_originals(self, name: str) -> dict[str, Any]:
         """Closes what `open_originals` opened, if it is open."""
         if name in self._originals:
@@ -63,9 +70,10 @@ class StageStarts:
             stack.close()
         return {"layers": 0}
 
-    def observe(self, name: str, rows: Sequence[bool] | None, share: float) -> None:
+    def observe(self, observation: Observation) -> None:
         """Shows the active route to an adapter's initialisation."""
-        self._statistics[name].take(None if rows is None else torch.tensor(rows, device="cpu"), share)
+        rows, statistics = observation.rows, self._statistics[observation.name]
+        statistics.take(None if rows is None else torch.tensor(rows, device="cpu"), observation.share)
         active = router_of(self._base.model).active
         assert active is not None
-        active.observe(self._statistics[name])
+        active.observe(statistics)

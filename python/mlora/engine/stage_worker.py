@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mlora_ext
-from mlora.data.packing import BASE, PackedRows
+from mlora.data.micro_batch import MicroBatch, MicroBatchResult, Observation, PackedRows, StageNote
 from mlora.engine.base_gemm import base_gemm_times, set_base_gemm_on
 from mlora.engine.put_adapter import lora_of, put_adapter
 from mlora.engine.stage_starts import StageStarts
@@ -42,25 +42,25 @@ from mlora.optim.optim_config import OptimConfig
 from mlora.optim.optimizer import Optimizer, OptimizerError
 from mlora.optim.registry import optimizer_kind
 from mlora.optim.step_rule import Update
-from mlora.pipeline import Hooks
+from mlora.pipeline import Worker, verb
+from mlora.pipeline.stage import verb_of
 from mlora.pipeline.trace import Trace
+from mlora_ext.backends.gpu_base_gemm import Record
 from mlora_ext.nn.adapter_weights import neutral_names, scalings, write_weights, written_marks
 from mlora_ext.nn.interop.peft_folder import adapter_state
 from mlora_ext.nn.routing.router import router_of
 from mlora_ext.out_of_memory import is_out_of_memory
 
 
-class StageWorker(Hooks, nn.Module):
+class StageWorker(Worker):
     """Does one stage's work: forward, backward, updates, and what the first stage asks for.
 
-    As a module it takes packed rows of several adapters, and returns hidden states or the head's input. If an
-    adapter targets the head, the head belongs to the last stage, which returns whole logits.
+    Its micro-batches are a `MicroBatch`. It returns hidden states or the head's input. If an adapter targets
+    the head, the head belongs to the last stage, which returns whole logits.
     """
 
     def __init__(self, base: BaseModel, device: torch.device, offload: OffloadOptions = IN_MEMORY) -> None:
-        super().__init__()
         self.base, self.device, self.offload = base, device, offload
-        self.body = base.body
         self._objectives: dict[str, Objective] = {}
         self._optimizers: dict[str, Optimizer] = {}
         self._in_flight: dict[str, int] = {}
@@ -78,11 +78,11 @@ class StageWorker(Hooks, nn.Module):
         return found or [name for name in self._latest if name in self._in_flight]
 
     @contextmanager
-    def around(self, train: bool, common: Mapping[str, Any], given: Sequence[Tensor]) -> Iterator[None]:
-        """Sets packed attention and the model's mode, and measures; see `Hooks.around`."""
+    def around(self, train: bool, batch: MicroBatch, given: Sequence[Tensor]) -> Iterator[None]:
+        """Sets packed attention and the model's mode, and measures; see `Worker.around`."""
         if self.base.model.training is not train:
             self.base.model.train(train)
-        number = common.get("measure") if train else None
+        number = batch.measure if train else None
         with self.base.packed(), ExitStack() as stack:
             stack.callback(give_head, self.base, {})
             if number is None:
@@ -104,22 +104,29 @@ class StageWorker(Hooks, nn.Module):
         if self._current is not None:
             self._current.mark()
 
-    def after_backward(self, common: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns squares of complete gradients, failed optimizers and memory; see `Hooks.after_backward`."""
-        names, memory = common["rows"]["names"], self._measured.pop(common.get("measure", -1), None)
-        for name in names:
+    def for_next(self, batch: MicroBatch) -> MicroBatch:
+        """Returns what the next stage gets; see `Worker.for_next`."""
+        return batch.for_next()
+
+    def after_backward(self, batch: MicroBatch) -> StageNote:
+        """Returns squares of complete gradients, failed optimizers and memory."""
+        measured = None if batch.measure is None else self._measured.pop(batch.measure, None)
+        for name in batch.names:
             self._in_flight[name] -= 1
-        squares = {name: self._optimizers[name].squares() for name in common["ends"]}
-        memory_now = {"peak_memory": self._peaks.read(), "used_memory": used_memory(self.device)}
-        failed = {name: self._failed.pop(name) for name in common["updates"] if name in self._failed}
-        note = {"squares": squares, "failed": failed, **memory_now}
-        if memory is not None:  # only the last stage has a loss between forward and backward
-            forward, *loss, backward = memory.peaks
-            note["memory"] = (forward, *(loss or [0]), backward)
-        return note
+        memory = None
+        if measured is not None:  # only the last stage has a loss between forward and backward
+            forward, *loss, backward = measured.peaks
+            memory = (forward, *(loss or [0]), backward)
+        return StageNote(
+            {name: self._optimizers[name].squares() for name in batch.ends},
+            {name: self._failed.pop(name) for name in batch.updates if name in self._failed},
+            self._peaks.read(),
+            used_memory(self.device),
+            memory,
+        )
 
     def traced(self, trace: Trace) -> None:
-        """Lets what disk and optimizer do into the stage's trace; see `Hooks.traced`."""
+        """Lets what disk and optimizer do into the stage's trace; see `Worker.traced`."""
         first = 0 if self.base.span is None else self.base.span.first
         if self.base.stream is not None:
             self.base.stream.on_read = lambda block, *times: trace.add_beside(
@@ -127,37 +134,54 @@ class StageWorker(Hooks, nn.Module):
             )
 
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
-        """Runs one of the verbs below; see `Hooks.control`."""
-        verbs: dict[str, Callable[..., Any]] = {
-            "create": self._create,
-            "remove": self.remove,
-            "update": self._update,
-            "squares": lambda name: self._optimizers[name].squares(),
-            "state": self._state,
-            "load": self._load,
-            "weights": lambda name: adapter_state(self.base.model, name),
-            "start": self._starts.ask,
-            "open_originals": self._starts.open_originals,
-            "start_from_weights": self._starts.from_weights,
-            "close_originals": self._starts.close_originals,
-            "base_gemm": lambda dtype, library: set_base_gemm_on(self.device, dtype, library),
-            "base_gemm_times": lambda known: base_gemm_times(self.body, self.device, known),
-            "base_bytes": lambda: dataclasses.asdict(self.base.nbytes),
-            "memory": lambda: used_memory(self.device),
-            "release_memory": lambda: release_memory(self.device),
-            "watch": self._watch,
-            "forecast": self._forecast,
-        }
-        if verb not in verbs:
-            return super().control(verb, arguments)
-        return verbs[verb](**arguments)
+        """Calls a verb of this worker or of `StageStarts`; see `Worker.control`."""
+        if hasattr(StageStarts, verb):
+            return verb_of(self._starts, verb)(**arguments)
+        return super().control(verb, arguments)
 
-    def _watch(self) -> None:
+    @verb
+    def squares(self, name: str) -> Tensor | float:
+        """Returns the sum of the squares of an adapter's gradients on this stage."""
+        return self._optimizers[name].squares()
+
+    @verb
+    def weights(self, name: str) -> dict[str, Tensor]:
+        """Returns an adapter's weights on this stage under PEFT's keys."""
+        return adapter_state(self.base.model, name)
+
+    @verb
+    def base_gemm(self, dtype: str, library: str) -> None:
+        """Sets who multiplies by the frozen weights."""
+        set_base_gemm_on(self.device, dtype, library)
+
+    @verb
+    def base_gemm_times(self, known: Sequence[Record]) -> list[Record]:
+        """Returns the times by which a GPU's products were chosen."""
+        return base_gemm_times(self.base.body, self.device, known)
+
+    @verb
+    def base_bytes(self) -> dict[str, Any]:
+        """Returns where the bytes of the base model are."""
+        return dataclasses.asdict(self.base.nbytes)
+
+    @verb
+    def memory(self) -> int:
+        """Returns the bytes in use."""
+        return used_memory(self.device)
+
+    @verb
+    def release_memory(self) -> None:
+        """Gives back memory that nothing uses."""
+        release_memory(self.device)
+
+    @verb
+    def watch(self) -> None:
         """Begins to watch the next micro-batch, by which `_forecast` predicts those after it."""
         if self.base.activations is not None:
             self.base.activations.watch(swaps=self.offload.activations in ("auto", "swap"))
 
-    def _forecast(self, tokens: int, in_flight: int, sharing: int) -> dict[str, Any] | None:
+    @verb
+    def forecast(self, tokens: int, in_flight: int, sharing: int) -> dict[str, Any] | None:
         """Predicts the time of a step of so many tokens; if asked to, chooses what becomes of activations.
 
         So many micro-batches are `in_flight` here at once, and so many stages share this process's memory.
@@ -205,7 +229,8 @@ class StageWorker(Hooks, nn.Module):
         optimizer.hold_gradients(name, [mark for *_, mark in stepped])
         router_of(self.base.model).moved()
 
-    def _create(
+    @verb
+    def create(
         self,
         name: str,
         lora: dict[str, Any],
@@ -220,6 +245,7 @@ class StageWorker(Hooks, nn.Module):
         if weights is not None:
             write_weights(self.base.model, name, weights)
 
+    @verb
     def remove(self, name: str) -> None:
         """Forgets an adapter."""
         self._starts.close_originals(name)
@@ -228,7 +254,8 @@ class StageWorker(Hooks, nn.Module):
         self._in_flight.pop(name, None)
         self._failed.pop(name, None)
 
-    def _update(self, updates: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    @verb
+    def update(self, updates: Mapping[str, Update]) -> dict[str, str]:
         """Makes each adapter's update; returns why an optimizer failed, by adapter.
 
         An error of a later stage would end all adapters.
@@ -237,14 +264,15 @@ class StageWorker(Hooks, nn.Module):
         for name, update in updates.items():
             try:
                 with FailuresOf(name, self._optimizers[name]):
-                    self._optimizers[name].apply(Update(**update))
+                    self._optimizers[name].apply(update)
             except OptimizerError as error:
                 failed[name] = str(error)
             finally:
                 self._changed(name)
         return failed
 
-    def _state(self, name: str) -> dict[str, Any]:
+    @verb
+    def state(self, name: str) -> dict[str, Any]:
         """Returns copies of an adapter's weights, gradients and moments on this stage, by their names."""
         parameters, gradients = self._own_parameters(name), self._optimizers[name].gradients()
         trained = [key for key, parameter in parameters.items() if parameter.requires_grad]
@@ -254,7 +282,8 @@ class StageWorker(Hooks, nn.Module):
             "moments": self._optimizers[name].state_dict(),
         }
 
-    def _load(self, name: str, state: Mapping[str, Any], updates: int, seed: int) -> None:
+    @verb
+    def load(self, name: str, state: Mapping[str, Any], updates: int, seed: int) -> None:
         """Takes over an adapter's state, which may hold other stages' tensors too.
 
         `updates` is how many the optimizer has made; `seed` is of the adapter's dropout.
@@ -280,88 +309,64 @@ class StageWorker(Hooks, nn.Module):
         parameters = mlora_ext.adapter_parameters(self.base.model, name)
         return {key: p for key, p in parameters.items() if not p.is_meta}
 
-    def forward(
-        self,
-        *received: Tensor,
-        input_ids: Tensor | None = None,
-        silent_ids: Tensor | None = None,
-        rows: Mapping[str, Sequence[Any]],
-        silent_rows: Mapping[str, Sequence[Any]] | None = None,
-        steps: Sequence[int],
-        updates: Mapping[str, Mapping[str, Any]],
-        ends: Sequence[str],
-        measure: int | None = None,
-        start: Mapping[str, Any] | None = None,
-    ) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, given: Sequence[Tensor], batch: MicroBatch) -> Tensor | tuple[Tensor, ...]:
         """Makes the updates decided since the last forward, and runs a micro-batch.
 
         Rows without gradient, such as references, are run first: without autograd and without dropout. So
-        nothing of them is kept, and backward never meets them.
+        nothing of them is kept, and backward never meets them. Memory is measured from here: without updates,
+        and without gradients, which all exist from here on. What was received counts.
 
         Args:
-            received: what the previous stage returned: `[T, D]`; `[S, D]` of the rows without gradient, if
-                there are any; and rows of tied embeddings, see `mlora.engine.tied_rows`. Nothing on the first
+            given: what the previous stage returned: `[T, D]`; `[S, D]` of the rows without gradient, if there
+                are any; and rows of tied embeddings, see `mlora.engine.tied_rows`. Nothing on the first
                 stage.
-            input_ids: `[1, T]` on the first stage.
-            silent_ids: `[1, S]` on the first stage.
-            rows: arguments of `PackedRows.of`.
-            silent_rows: the same for the rows without gradient.
-            steps: dropout step of each adapter of the batch.
-            ends: adapters whose accumulation is complete after this micro-batch.
-            measure: a number, if its memory is measured. It counts from here: without updates, and without
-                gradients, which all exist from here on. What was received counts.
-            start: whose initialisation looks at the rows (`name`), at which ones (`rows`, None = all), and
-                the weight of their gradients (`share`).
+            batch: the micro-batch.
 
         Returns:
             `[T, D]`, or the logits `[T, V]` if an adapter targets the head; the same of the silent rows, if
             there are any; and on earlier stages rows of tied embeddings.
         """
-        names = rows["names"]
-        self._failed |= self._update(updates)
-        if measure is not None:
-            self._measured[measure].restart(received)
+        self._failed |= self.update(batch.updates)
+        if batch.measure is not None:
+            self._measured[batch.measure].restart(given)
         if torch.is_grad_enabled():
-            self._latest = names
-            for name in names:
+            self._latest = batch.names
+            for name in batch.names:
                 self._in_flight[name] = self._in_flight.get(name, 0) + 1
-        every = [*names, *(silent_rows["names"] if silent_rows is not None else ())]
-        states = 1 if silent_rows is None else 2
-        passed = pass_rows(self.base, rows_to_pass(self.base, every), received[states:])
-        hidden, silent = (*received[:states], None, None)[:2]
-        quiet = [] if silent_rows is None else [self._run_silent(silent_ids, silent, silent_rows)]
-        output = self._run(input_ids, hidden, rows, steps, start)
+        every = [*batch.names, *(() if batch.silent is None else batch.silent.names)]
+        states = 1 if batch.silent is None else 2
+        passed = pass_rows(self.base, rows_to_pass(self.base, every), given[states:])
+        hidden, silent = (*given[:states], None, None)[:2]
+        quiet = [] if batch.silent is None else [self._run_silent(batch.silent, silent)]
+        output = self._run(batch, hidden, batch.steps, batch.start)
         return (output, *quiet, *passed) if quiet or passed else output
 
     def _run(
         self,
-        input_ids: Tensor | None,
+        rows: PackedRows,
         received: Tensor | None,
-        rows: Mapping[str, Sequence[Any]],
-        steps: Sequence[int] | None,
-        start: Mapping[str, Any] | None = None,
+        steps: Sequence[int],
+        start: Observation | None = None,
     ) -> Tensor:
         """Runs packed rows through this stage."""
-        base, packed = self.base, PackedRows.of(**rows, device=self.device)
-        with mlora_ext.route(base.model, packed.layout, packed.adapters, steps=steps):
+        base, (position_ids, sequences) = self.base, rows.places(self.device)
+        with mlora_ext.route(base.model, rows.layout, rows.adapters, steps=steps):
             if start is not None:
-                self._starts.observe(**start)
-            hidden = base.hidden(input_ids, packed.position_ids, packed.sequences, received)
+                self._starts.observe(start)
+            hidden = base.hidden(rows.input_ids, position_ids, sequences, received)
             if not base.is_last or self._frozen_head() is not None:
                 return hidden
             return base.logits(hidden)
 
-    def _run_silent(
-        self, input_ids: Tensor | None, received: Tensor | None, rows: Mapping[str, Sequence[Any]]
-    ) -> Tensor:
+    def _run_silent(self, rows: PackedRows, received: Tensor | None) -> Tensor:
         """Runs packed rows without gradient and without dropout."""
-        model, adapters = self.base.model, [name for name in rows["names"] if name != BASE]
+        model, adapters = self.base.model, rows.adapters
         drops = model.training and bool(adapters)  # rows of the base model alone have no dropout
         with torch.no_grad(), ExitStack() as stack:
             if drops:
                 model.eval()
                 stack.callback(model.train)
-            return self._run(input_ids, received, rows, [0] * len(adapters))
+            return self._run(rows, received, [0] * len(adapters))
 
     def _frozen_head(self) -> Head | None:
         """Returns the head that `losses` computes in chunks; None if `forward` computes it with autograd."""
@@ -375,39 +380,34 @@ class StageWorker(Hooks, nn.Module):
         head = self._frozen_head()
         return output if head is None else head.rule.apply(head.frozen.matmul(output, head.bias))
 
-    def losses(
-        self, output: Tensor | tuple[Tensor, Tensor], targets: Mapping[str, Any]
-    ) -> tuple[Tensor, Any]:
-        """Computes the pipeline's loss.
+    def loss(
+        self, output: Tensor | tuple[Tensor, Tensor], batch: MicroBatch
+    ) -> tuple[Tensor, MicroBatchResult]:
+        """Computes the pipeline's loss, or the most likely next tokens of prompts.
 
         Args:
             output: the last stage's, `[T, D]`; the logits `[T, V]` if an adapter targets the head. Beside it
                 that of rows without gradient, if there are any.
-            targets: `rows` and `targets` `[M]` int32; `names`, trained rows (`counts`) and factor (`scales`)
-                of each owner; `objectives`, `lengths` and `facts` if there are others than cross-entropy;
-                `silent` of rows without gradient. `targets` of None asks for the most likely next token of
-                each row.
+            batch: the micro-batch.
 
         Returns:
-            The scaled total to differentiate, and `losses` `[N]` fp64, `metrics` and `faults` of each owner;
-            or zero and tokens `[M]`.
+            The scaled total to differentiate, zero for prompts; and what goes back to the first stage.
         """
         self._next_phase()
         output, quiet = output if isinstance(output, tuple) else (output, None)
-        rows, tokens = targets["rows"].to(output.device, torch.int64), targets["targets"]
-        found: Any
+        rows, tokens = batch.rows.to(output.device, torch.int64), batch.targets
         if tokens is None:
-            own = self.base.own_heads(targets["names"])
-            picked = output.index_select(0, rows).split(targets["counts"])
-            parts = zip(targets["names"], picked, strict=True)
+            own = self.base.own_heads(batch.names)
+            picked = output.index_select(0, rows).split(batch.counts)
+            parts = zip(batch.names, picked, strict=True)
             logits = [own[name](part) if name in own else self._logits(part) for name, part in parts]
-            total, found = output.new_zeros(()), torch.cat([each.argmax(-1) for each in logits])
+            total = output.new_zeros(())
+            found = MicroBatchResult(next_tokens=torch.cat([each.argmax(-1) for each in logits]))
         else:
             tokens = tokens.to(output.device, torch.int64)
-            owners = self._owners(targets, quiet)
-            losses = self._token_losses(output, rows, tokens, owners, targets.get("names", ()))
+            losses = self._token_losses(output, rows, tokens, self._owners(batch, quiet), batch.names)
             total = losses.total
-            found = {"losses": losses.sums, "metrics": list(losses.metrics), "faults": list(losses.faults)}
+            found = MicroBatchResult(losses.sums, list(losses.metrics), list(losses.faults))
         self._next_phase()
         return total, found
 
@@ -423,18 +423,15 @@ class StageWorker(Hooks, nn.Module):
             return chunked_losses(output, head, rows, tokens, owners)
         return plain_losses(self._logits(output.index_select(0, rows)), tokens, owners)
 
-    def _owners(self, targets: Mapping[str, Any], quiet: Tensor | None) -> Owners:
+    def _owners(self, batch: MicroBatch, quiet: Tensor | None) -> Owners:
         """Returns the owners of trained rows, with what their objectives read."""
-        specs, silent = targets.get("objectives"), targets.get("silent")
-        if specs is None:
-            return Owners(targets["counts"], targets["scales"])
+        if batch.objectives is None:
+            return Owners(batch.counts, batch.scales)
         more: dict[str, Any] = {}
-        if quiet is not None and silent is not None:
-            more = {"reads": silent["reads"], "silent": self._silent_log_p(quiet, silent)}
-        objectives = [self.objective(spec) for spec in specs]
-        return Owners(
-            targets["counts"], targets["scales"], objectives, targets["lengths"], targets["facts"], **more
-        )
+        if quiet is not None and batch.silent is not None:
+            more = {"reads": batch.reads, "silent": self._silent_log_p(quiet, batch.silent)}
+        objectives = [self.objective(spec) for spec in batch.objectives]
+        return Owners(batch.counts, batch.scales, objectives, batch.trained, batch.facts, **more)
 
     def objective(self, spec: Any, made: Objective | None = None) -> Objective:
         """Returns the objective of a spec; the first one is kept: what it is made of, or `made`."""
@@ -446,18 +443,19 @@ class StageWorker(Hooks, nn.Module):
                 self._objectives[key] = Unmade(str(error))
         return self._objectives[key]
 
-    def _silent_log_p(self, output: Tensor, silent: Mapping[str, Any]) -> Sequence[Tensor]:
+    def _silent_log_p(self, output: Tensor, silent: PackedRows) -> Sequence[Tensor]:
         """Returns the log-probabilities of each silent sequence's tokens."""
-        rows, tokens = (silent[key].to(output.device, torch.int64) for key in ("rows", "targets"))
-        head, own = self._frozen_head(), self.base.own_heads(silent["names"])
+        assert silent.targets is not None
+        rows, tokens = (each.to(output.device, torch.int64) for each in (silent.rows, silent.targets))
+        head, own = self._frozen_head(), self.base.own_heads(silent.names)
         if head is not None:
-            heads = [own.get(name, head) for name in silent["names"]]
-            log_p = log_probabilities(output, heads, rows, tokens, silent["counts"])
+            heads = [own.get(name, head) for name in silent.names]
+            log_p = log_probabilities(output, heads, rows, tokens, silent.counts)
         else:
             with torch.no_grad():
                 logits = self._logits(output.index_select(0, rows))
                 log_p = -F.cross_entropy(logits.float(), tokens, reduction="none")
-        return log_p.split(silent["lengths"])
+        return log_p.split([length for own in silent.trained for length in own])
 
 
 class FailuresOf:

@@ -9,8 +9,10 @@ import torch
 
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.schedules import schedule_of
+from mlora.records import record
 
 
+@record
 @dataclass(frozen=True)
 class Update:
     """What every stage does with an adapter's gradient.

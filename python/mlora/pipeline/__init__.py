@@ -9,28 +9,34 @@ if TYPE_CHECKING:
     from .order import RoundPosition
     from .runner import PipelineError
     from .runtime import Pipeline
-    from .stage import Hooks
+    from .stage import Hooks, ModuleCall, Worker, verb
 
 _HOMES = {
     "Driver": "driver",
     "Hooks": "stage",
+    "ModuleCall": "stage",
     "Neighbours": "across",
     "Pipeline": "runtime",
     "PipelineError": "runner",
     "RoundPosition": "order",
     "StageProcess": "across",
+    "Worker": "stage",
     "connect_neighbours": "across",
+    "verb": "stage",
 }
 
 __all__ = [
     "Driver",
     "Hooks",
+    "ModuleCall",
     "Neighbours",
     "Pipeline",
     "PipelineError",
     "RoundPosition",
     "StageProcess",
+    "Worker",
     "connect_neighbours",
+    "verb",
 ]
 
 

@@ -18,7 +18,7 @@ from .message import Message
 from .order import order_of
 from .port import WirePort
 from .runner import Runner
-from .stage import Hooks, LossFn, Stage
+from .stage import Hooks, LossFn, Stage, Worker, worker_of
 from .trace import Trace
 from .wire import Wire, connect
 
@@ -118,7 +118,8 @@ class StageProcess(Driver):
     """One process's stage. The process of the first stage feeds the pipeline; the others call `serve`.
 
     Args:
-        module: the stage; any `nn.Module`. The arguments that are not named here are those of `Pipeline`.
+        module: the stage: any `nn.Module`, or a `Worker`. The arguments that are not named here are those of
+            `Pipeline`.
         index: the stage's number, from 0.
         count: number of stages, D.
         loss_fn: needed on the last stage only.
@@ -129,12 +130,12 @@ class StageProcess(Driver):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Worker,
         index: int,
         count: int,
         neighbours: Neighbours,
         schedule: str | Schedule,
-        loss_fn: LossFn | None,
+        loss_fn: LossFn | None = None,
         *,
         device: torch.device | str = "cpu",
         hooks: Hooks | None = None,
@@ -145,7 +146,7 @@ class StageProcess(Driver):
         name: str = "",
     ) -> None:
         place, spans = torch.device(device), Trace(trace)
-        stage = Stage(module, index, count, loss_fn, hooks, spans)
+        stage = Stage(worker_of(module, loss_fn, hooks), index, count, spans)
         self.runner = runner = Runner(stage, order_of(schedule, index, count, in_flight), name)
 
         def link(other: Neighbour, deliver: Callable[[Message], None], keeps: bool = True) -> Link:

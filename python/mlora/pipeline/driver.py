@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from .link import Link
 from .message import Message, MessageType
 from .order import ALONE, RoundPosition
 from .runner import PipelineError, Runner
+from .stage import ModuleCall, Verb
 from .trace import Entry
 
 
@@ -20,8 +20,8 @@ class Result:
     """The result of a micro-batch."""
 
     report: Any  # the loss function's report
-    # the value of `Hooks.after_backward` on each stage, in stage order; empty without training
-    notes: Sequence[Mapping[str, Any]]
+    # the value of `after_backward` on each stage, in stage order; empty without training
+    notes: Sequence[Any]
 
 
 class Driver:
@@ -39,7 +39,7 @@ class Driver:
     def __init__(self, first: Runner, links: Sequence[Link] = (), replicas: Sequence[Link] = ()) -> None:
         self._first, self._links, self._replicas = first, links, replicas
         first.others = replicas
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[tuple[ModuleCall, bool]] = []
         self._under_way: set[int] = set()
         self._results: dict[int, Message] = {}
         self._numbers = 0
@@ -69,8 +69,8 @@ class Driver:
             RuntimeError: after `close`.
         """
         self._check_open()
-        _check_inputs(inputs)
-        self._waiting.append({"inputs": inputs, "targets": targets, "common": common, "train": train})
+        call = ModuleCall(inputs, targets, dict(common or {}))
+        self._waiting.append((replace(call, inputs=dict(inputs)), train))
 
     def step(self) -> list[Any]:
         """Runs all queued micro-batches to their end, as one round of the schedule.
@@ -84,19 +84,17 @@ class Driver:
         """
         self._check_open()
         waiting, self._waiting = self._waiting, []
-        size = sum(batch["train"] for batch in waiting)
+        size = sum(train for _, train in waiting)
         numbers, index = [], 0
-        for batch in waiting:
-            numbers.append(self.start(**batch, position=RoundPosition(index, size)))
-            index += batch["train"]
+        for batch, train in waiting:
+            numbers.append(self.start(batch, train=train, position=RoundPosition(index, size)))
+            index += train
         return [self.finish(number).report for number in numbers]
 
     def start(
         self,
-        inputs: Mapping[str, Any],
-        targets: Any,
+        batch: Any,
         *,
-        common: Mapping[str, Any] | None = None,
         train: bool = True,
         position: RoundPosition = ALONE,
         stream: str = "",
@@ -106,9 +104,7 @@ class Driver:
         """Lets a micro-batch enter the pipeline and returns at once.
 
         Args:
-            inputs: keyword arguments of the first stage.
-            targets: passed to the loss function.
-            common: keyword arguments of every stage.
+            batch: a record (`mlora.records`) that the stages' workers know, such as a `ModuleCall`.
             train: whether to run backward.
             position: its position in its round, for schedules that have rounds.
             stream: the stream that it belongs to, for traces.
@@ -119,11 +115,9 @@ class Driver:
             The micro-batch's number, for `finish`.
 
         Raises:
-            TypeError: `inputs` is not a mapping.
             RuntimeError: after `close`.
         """
         self._check_open()
-        _check_inputs(inputs)
         self._numbers += 1
         number = self._numbers
         self._under_way.add(number)
@@ -132,9 +126,7 @@ class Driver:
             "number": number,
             "train": train,
             "position": [position.index, position.size],
-            "common": dict(common or {}),
-            "targets": targets,
-            "inputs": dict(inputs),
+            "batch": batch,
         }
         message = Message(MessageType.FORWARD, content)
         if replica:
@@ -175,7 +167,7 @@ class Driver:
 
     def control(
         self,
-        verb: str,
+        verb: Verb,
         arguments: Mapping[str, Any] | None = None,
         *,
         first_done: bool = False,
@@ -187,11 +179,12 @@ class Driver:
         micro-batch that starts later overtakes it. So nothing that is under way may depend on it.
 
         Raises what the first stage's `control` raises, before the other stages are asked; else as `finish`.
-        Returns the stages' answers, in stage order. `verb` and `arguments`, plain values and tensors, go to
-        `Hooks.control`. With `first_done` the caller has done it for the first stage, whose answer is None.
+        Returns the stages' answers, in stage order. `verb`, a method or its name, and `arguments`, plain
+        values, tensors and records, go to `Worker.control`. With `first_done` the caller has done it for the
+        first stage, whose answer is None.
         """
         self._check_open()
-        arguments = arguments or {}
+        arguments, verb = arguments or {}, verb if isinstance(verb, str) else verb.__name__
         content = {"number": self._numbers + 1, "verb": verb, "arguments": arguments, "answers": []}
         message = Message(MessageType.CONTROL, content)
         if replica:
@@ -266,6 +259,9 @@ class Driver:
         text = " or ".join(map(str, numbers))
         raise ValueError(f"number: micro-batch {text} is not under way; an error ends all of them")
 
+    def _explain(self, error: BaseException) -> None:
+        """Raises another error in place of this one, if more is known; by default nothing is."""
+
     def _drop(self) -> None:
         """Forgets everything that is under way: after an error none of it comes back."""
         self._under_way.clear()
@@ -274,18 +270,14 @@ class Driver:
     def _take_results(self) -> None:
         """Works until something has come back, and keeps it."""
         while not self._first.results:
-            self._check_open()
-            with ExitStack() as stack:
-                stack.callback(self._drop)
+            try:
+                self._check_open()
                 self._first.work()
-                stack.pop_all()
+            except BaseException as error:
+                self._drop()
+                self._explain(error)
+                raise
         while self._first.results:
             message = self._first.results.popleft()
             message.wait()
             self._results[message.number] = message
-
-
-def _check_inputs(inputs: object) -> None:
-    if not isinstance(inputs, Mapping):
-        kind = type(inputs).__name__
-        raise TypeError(f"inputs: expected a dict of the first stage's keyword arguments, got {kind}")

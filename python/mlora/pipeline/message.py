@@ -1,4 +1,4 @@
-"""Messages between neighbouring stages: a small header of plain values, and tensors."""
+"""Messages between neighbouring stages: a small header of plain values and records, and tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MARK = "mlora.tensor"
+from ..records import fields_of, made
+
+_MARK, _RECORD = "mlora.tensor", "mlora.record"
 
 
 class MessageType(StrEnum):
@@ -31,7 +33,8 @@ class Message:
     """One message. Its content must not change, because properties are cached."""
 
     sort: MessageType
-    content: dict[str, Any] = field(default_factory=dict)  # plain values, lists, dictionaries and tensors
+    # plain values, lists, dictionaries, tensors and records (`mlora.records`)
+    content: dict[str, Any] = field(default_factory=dict)
     ready: torch.cuda.Event | None = None  # recorded on a GPU once the tensors are computed or have arrived
 
     @property
@@ -45,11 +48,16 @@ class Message:
         _check_keys(self.content)
         tensors: list[Tensor] = []
 
-        def mark(value: object) -> dict[str, int]:
-            if not isinstance(value, Tensor):
+        def mark(value: object) -> dict[str, Any]:
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                return {_MARK: len(tensors) - 1}
+            found = fields_of(value)
+            if found is None:
                 raise TypeError(f"message: expected plain values and tensors, got {type(value).__name__}")
-            tensors.append(value)
-            return {_MARK: len(tensors) - 1}
+            kind, values = found
+            _check_keys(values)
+            return {_RECORD: kind, **values}
 
         return json.dumps(self.content, default=mark, separators=(",", ":")), tensors
 
@@ -103,8 +111,8 @@ def _check_keys(value: object) -> None:
     """Raises TypeError for a key that would arrive as another one: JSON has text only."""
     if isinstance(value, dict):
         for key in value:
-            if not isinstance(key, str) or key == _MARK:
-                raise TypeError(f"message: expected text keys, except the reserved {_MARK!r}, got {key!r}")
+            if not isinstance(key, str) or key in (_MARK, _RECORD):
+                raise TypeError(f"message: expected text keys, except {_MARK!r} and {_RECORD!r}, got {key!r}")
     if isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             _check_keys(inner)
@@ -112,6 +120,8 @@ def _check_keys(value: object) -> None:
 
 def _built(sort: MessageType, content: str | bytes, tensors: Sequence[Tensor]) -> Message:
     def unmark(value: dict[str, Any]) -> Any:
-        return tensors[value[_MARK]] if value.keys() == {_MARK} else value
+        if value.keys() == {_MARK}:
+            return tensors[value[_MARK]]
+        return made(value.pop(_RECORD), value) if _RECORD in value else value
 
     return Message(sort, json.loads(content, object_hook=unmark))

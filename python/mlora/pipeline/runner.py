@@ -119,29 +119,25 @@ class Runner:
         if message.sort is MessageType.END:
             return self._end(kind, message)
         message.wait()
-        if kind is ActionType.FORWARD:
-            self._forward(message)
-        else:
+        if kind is ActionType.BACKWARD:
             self._hand_back(self.stage.backward(message) if message.sort is MessageType.BACKWARD else message)
+        elif message.sort is MessageType.CONTROL:
+            self.answer(message, self.control(message.content["verb"], message.content["arguments"]))
+        else:
+            done = self.stage.forward(message)
+            if self.after is not None:
+                self.after.send(done)
+                return True
+            if done.sort is MessageType.BACKWARD:
+                self._order.next_action(None, _position_of(message))
+            self._hand_back(done)
         return True
 
-    def _forward(self, message: Message) -> None:
-        if message.sort is MessageType.CONTROL:
-            self.answer(message, self.control(message.content["verb"], message.content["arguments"]))
-            return
-        done = self.stage.unit(message) if self.stage.is_last else self.stage.forward(message)
-        if self.after is not None:
-            self.after.send(done)
-            return
-        if done.sort is MessageType.BACKWARD:
-            self._order.next_action(None, _position_of(message))
-        self._hand_back(done)
-
     def control(self, verb: str, arguments: Mapping[str, Any]) -> Any:
-        """Does what the driver asks of all stages: `spans` itself, everything else by the stage's hooks."""
+        """Does what the driver asks of all stages: `spans` itself, everything else by the stage's worker."""
         if verb == "spans":
             return self.stage.trace.by_the_wall()
-        return self.stage.hooks.control(verb, arguments)
+        return self.stage.worker.control(verb, arguments)
 
     def answer(self, message: Message, answer: object) -> None:
         """Passes a control on with this stage's answer; the last stage sends the answers back."""

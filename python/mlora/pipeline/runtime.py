@@ -15,7 +15,7 @@ from .link import CREDIT_BYTES, Link
 from .order import order_of
 from .port import LocalPort
 from .runner import PipelineError, Runner
-from .stage import Hooks, LossFn, Stage
+from .stage import Hooks, LossFn, Stage, Worker, worker_of
 from .trace import Span, Trace
 
 
@@ -32,7 +32,8 @@ class Pipeline(Driver):
 
     Args:
         stages: the modules, in order, each on its device; any `nn.Module`s. The first is called with a
-            micro-batch's inputs, each other with the output of the one before: one tensor or several.
+            micro-batch's inputs, each other with the output of the one before: one tensor or several. Or a
+            `Worker` for each stage, which knows its loss.
         schedule: `lorapp`, `1f1b`, `gpipe`, or lists of actions for rounds of one size.
         loss_fn: `(output of the last stage, targets) -> (scalar to differentiate, report)`.
         hooks: one per stage, for what it does besides running its module; default: nothing.
@@ -61,9 +62,9 @@ class Pipeline(Driver):
 
     def __init__(
         self,
-        stages: Sequence[nn.Module],
+        stages: Sequence[nn.Module | Worker],
         schedule: str | Schedule,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None = None,
         *,
         hooks: Sequence[Hooks] | None = None,
         in_flight: int | None = None,
@@ -78,14 +79,14 @@ class Pipeline(Driver):
             raise ValueError(f"hooks: expected one per stage ({count}), got {len(hooks)}")
         self._runners = [
             Runner(
-                Stage(module, index, count, loss_fn, hooks[index] if hooks else None, Trace(trace)),
+                Stage(worker_of(stage, loss_fn, hooks[index] if hooks else None), index, count, Trace(trace)),
                 order_of(schedule, index, count, in_flight),
             )
-            for index, module in enumerate(stages)
+            for index, stage in enumerate(stages)
         ]
         links = []
         for left, right in pairwise(self._runners):
-            down, up = (LocalPort(_device(runner.stage.module)) for runner in (right, left))
+            down, up = (LocalPort(runner.stage.worker.device) for runner in (right, left))
             before, after = (f"stage {runner.stage.index}" for runner in (left, right))
             left.after = Link(down, up, left.from_after, after, credit_bytes, delay, left.stage.trace)
             right.before = Link(up, down, right.from_before, before, credit_bytes, delay, right.stage.trace)
@@ -108,23 +109,16 @@ class Pipeline(Driver):
         for thread in self._threads:
             thread.join()
 
-    def _take_results(self) -> None:
-        try:
-            super()._take_results()
-        except PipelineError as error:
+    def _explain(self, error: BaseException) -> None:
+        """Raises a PipelineError whose cause is the exception of the stage that failed."""
+        if isinstance(error, PipelineError):
             causes = [runner.failure for runner in self._runners if runner.failure is not None]
             cause = next((found for found in causes if not isinstance(found, PipelineError)), None)
             raise PipelineError(str(error)) from cause
 
 
 def _serve(runner: Runner) -> None:
-    device = _device(runner.stage.module)
+    device = runner.stage.worker.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     runner.serve()
-
-
-def _device(module: nn.Module) -> torch.device:
-    """Returns the device of a module's first tensor that is not on `meta`; the CPU if there is none."""
-    tensors = (*module.parameters(), *module.buffers())
-    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from mlora.data.packing import PackedBatch, pack
+from mlora.data.micro_batch import MicroBatch
+from mlora.data.packing import pack
 from mlora.data.preference import joined
 from mlora.objectives.custom import NOT_RUN
 from mlora.objectives.function_file import renew
@@ -67,20 +68,18 @@ def _called(task: Task, device: torch.device, *, trains: bool) -> tuple[str, lis
     objective = objective_of(task.config.objective)  # the task's own would keep what is not executed anew
     samples = [task.data.samples[row] for row in task.plan.batch(0)]
     batch = pack({task.name: joined(task.name, samples, objective)})
-    counts = batch.rows_of_owners()
-    owners = Owners(
-        counts, [1.0], [objective], batch.trained_lengths(), batch.facts, **_silent(batch, device)
-    )
+    counts = batch.counts
+    owners = Owners(counts, [1.0], [objective], batch.trained, batch.facts, **_silent(batch, device))
     with torch.set_grad_enabled(trains):
         _, (loss,), (metrics,), (fault,) = by_objective(_made_up(sum(counts), device), owners)
     return fault, list(dict.fromkeys(["eval_loss", *(f"eval_{name}" for name in metrics)])), float(loss)
 
 
-def _silent(batch: PackedBatch, device: torch.device) -> dict[str, Any]:
+def _silent(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
     """Returns made-up log-probabilities of the sequences without gradient."""
     if batch.silent is None:
         return {}
-    lengths = [length for own in batch.silent.trained_lengths() for length in own]
+    lengths = [length for own in batch.silent.trained for length in own]
     return {"reads": batch.reads, "silent": [_made_up(length, device) for length in lengths]}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mlora.data.dataset import Sample
-from mlora.data.packing import PackedRows, pack
+from mlora.data.packing import pack
 from mlora.engine.engine import Engine
 from mlora.optim.optim_config import OptimConfig
 from mlora.optim.step_rule import LossScaler
@@ -394,18 +394,18 @@ def test_pack_base_changes_nothing_but_speed(tmp_path: Path, monkeypatch: pytest
 def test_packing() -> None:
     data = {"b": [Sample((5, 6, 7), (5, 6, 7)), Sample((8,), (8,))], None: [Sample((9, 4), (-100, 4))]}
     batch = pack({**data, "a": []}, row0={"b": 11})
-    rows = PackedRows.of(**batch.description(), device="cpu")
-    assert rows.names == batch.names == ("b", "__base__", "a")
-    assert rows.adapters == ("b", "a")
-    assert rows.layout.lengths == batch.lengths == (4, 2, 0)
-    assert rows.layout.adapters == (0, -1, 1)
-    assert rows.layout.row0 == (11, 0, 0)
+    positions, sequences = batch.places("cpu")
+    assert batch.names == ("b", "__base__", "a")
+    assert batch.adapters == ["b", "a"]
+    assert batch.layout.lengths == batch.lengths == (4, 2, 0)
+    assert batch.layout.adapters == (0, -1, 1)
+    assert batch.layout.row0 == (11, 0, 0)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 4]]
-    assert rows.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert positions.tolist() == [[0, 1, 2, 0, 0, 1]]
     assert batch.rows.tolist() == [0, 1, 4]
     assert batch.targets.tolist() == [6, 7, 4]
-    assert batch.tokens == {"b": 2, "__base__": 1, "a": 0}
-    assert rows.sequences.cu_seq_lens.tolist() == [0, 3, 4, 6]
+    assert (batch.trained, batch.counts) == ([[2, 0], [1], []], [2, 1, 0])
+    assert sequences.cu_seq_lens.tolist() == [0, 3, 4, 6]
 
 
 @pytest.mark.parametrize("stages", [1, 2])

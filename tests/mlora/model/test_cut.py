@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from deep_models import BLOCKS, CPU, DEEP, cut, deep, spans
-from mlora.data.packing import PackedBatch, pack
+from mlora.data.micro_batch import MicroBatch
+from mlora.data.packing import pack
 from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_model import BaseModel
 from mlora.model.cut import Span, cut_model
@@ -28,14 +30,12 @@ from tests.tolerances import assert_same_up_to_rounding
 
 
 def run_stage(
-    base: BaseModel, batch: PackedBatch, steps: Sequence[int], received: torch.Tensor | None = None
+    base: BaseModel, batch: MicroBatch, steps: Sequence[int], received: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Run a micro-batch through a stage."""
-    rows = batch.description()
-    module = StageWorker(base, CPU)
-    output: torch.Tensor = module(
-        received, input_ids=batch.input_ids, rows=rows, steps=steps, updates={}, ends=[]
-    )
+    given = [] if received is None else [received]
+    output = StageWorker(base, CPU).forward(given, replace(batch, steps=steps))
+    assert isinstance(output, torch.Tensor)
     return output
 
 
@@ -60,12 +60,12 @@ def prepared(base: BaseModel, family: str, checkpointing: bool = False) -> BaseM
     return base
 
 
-def micro_batch() -> PackedBatch:
+def micro_batch() -> MicroBatch:
     data = {"a": samples(3, 15, seed=1), "b": samples(2, 9, seed=2), None: samples(1, 7, seed=3)}
     return pack(data, row0={"a": 7})
 
 
-def run(stages: list[BaseModel], batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def run(stages: list[BaseModel], batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward, loss and backward over a chain of stages; returns the last output and the loss."""
     received, ends = None, []
     for base in stages:
@@ -77,8 +77,7 @@ def run(stages: list[BaseModel], batch: PackedBatch) -> tuple[torch.Tensor, torc
         received = output
     head = stages[-1].frozen_head()
     assert head is not None
-    counts = [batch.tokens[name] for name in batch.names]
-    owners = Owners(counts, [1.0] * len(counts))
+    owners = Owners(batch.counts, [1.0] * len(batch.names))
     total = chunked_losses(ends[-1][1], head, batch.rows.long(), batch.targets.long(), owners).total
     gradient = None
     for base, (given, output) in reversed(list(zip(stages, ends, strict=True))):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from mlora.pipeline import Pipeline
+from mlora.pipeline import ModuleCall, Pipeline
 from mlora.pipeline.link import Link
 from mlora.pipeline.message import Message, MessageType
 from mlora.pipeline.port import LocalPort
@@ -74,6 +74,6 @@ def test_a_pipeline_closes_while_batches_are_under_way() -> None:
     stages = [nn.Linear(4, 4) for _ in range(3)]
     pipeline = Pipeline(stages, "lorapp", lambda y, _: (y.sum(), None), credit_bytes=1)
     for _ in range(6):
-        pipeline.start({"input": torch.ones(2, 4)}, None)
+        pipeline.start(ModuleCall({"input": torch.ones(2, 4)}, None))
     pipeline.close()
     assert set(threading.enumerate()) <= before

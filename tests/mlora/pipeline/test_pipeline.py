@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from mlora.pipeline import Hooks, Neighbours, Pipeline, PipelineError, RoundPosition, StageProcess
+from mlora.pipeline import Hooks, ModuleCall, Neighbours, Pipeline, PipelineError, RoundPosition, StageProcess
 from mlora.pipeline.actions import gpipe
 from mlora.pipeline.message import Message
 from torch import Tensor, nn
@@ -83,7 +83,7 @@ def test_only_the_first_stages_process_feeds_a_pipeline() -> None:
     with pytest.raises(
         RuntimeError, match="the first stage's process feeds the pipeline; this one calls serve"
     ):
-        stage.start({"input": torch.zeros(1, 1)}, torch.zeros(1, 1))
+        stage.start(ModuleCall({"input": torch.zeros(1, 1)}, torch.zeros(1, 1)))
 
 
 def test_lists_of_actions_are_a_schedule() -> None:
@@ -157,7 +157,7 @@ class Counting(Hooks):
 def test_controls_reach_every_stage_between_micro_batches() -> None:
     hooks = [Counting(name) for name in "abc"]
     pipeline = Pipeline(blocks(3), "lorapp", mean_square, hooks=hooks)
-    numbers = [pipeline.start({"input": x}, t) for x, t in batches(3)]
+    numbers = [pipeline.start(ModuleCall({"input": x}, t)) for x, t in batches(3)]
     assert pipeline.control("look", {"x": torch.ones(2)})[1][0] == "b"
     notes = [pipeline.finish(number).notes for number in numbers]
     assert notes == [[{"name": name} for name in "abc"]] * 3
@@ -205,7 +205,7 @@ def test_a_stage_that_raises_ends_all(place: int, backward: bool) -> None:
         assert str(caught.value) == f"stage {place}: ArithmeticError: bad luck"
         assert isinstance(caught.value.__cause__, ArithmeticError)
     with pytest.raises(PipelineError, match="has failed"):
-        pipeline.start({"input": torch.zeros(1, 5)}, torch.zeros(1, 5))
+        pipeline.start(ModuleCall({"input": torch.zeros(1, 5)}, torch.zeros(1, 5)))
     pipeline.close()
     assert set(threading.enumerate()) <= before
 
@@ -214,7 +214,7 @@ def test_a_stage_that_raises_ends_all(place: int, backward: bool) -> None:
 def test_close_ends_a_round_that_is_not_whole(schedule: str) -> None:
     before = set(threading.enumerate())
     pipeline = Pipeline(blocks(3), schedule, mean_square)
-    pipeline.start({"input": torch.zeros(1, 5)}, torch.zeros(1, 5), position=RoundPosition(0, 2))
+    pipeline.start(ModuleCall({"input": torch.zeros(1, 5)}, torch.zeros(1, 5)), position=RoundPosition(0, 2))
     assert set(threading.enumerate()) - before
     pipeline.close()
     assert set(threading.enumerate()) <= before
@@ -258,9 +258,8 @@ def test_refusals() -> None:
     with pytest.raises(RuntimeError, match="closed"):
         pipeline.submit({"input": torch.zeros(1, 1)}, torch.zeros(1, 1))
     pipeline = Pipeline(blocks(2), "lorapp", mean_square)
-    for enter in (pipeline.submit, pipeline.start):
-        with pytest.raises(TypeError, match="inputs: expected a dict of the first stage"):
-            enter(torch.ones(1, 5), torch.ones(1, 5))  # type: ignore[arg-type, operator]
+    with pytest.raises(TypeError, match="inputs: expected a dict of the first stage"):
+        pipeline.submit(torch.ones(1, 5), torch.ones(1, 5))  # type: ignore[arg-type]
     pipeline.close()
     alone = Pipeline(blocks(1), "lorapp", lambda y, _: y.sum())  # type: ignore[arg-type, return-value]
     alone.submit({"input": torch.ones(1, 5)}, None)
