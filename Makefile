@@ -2,6 +2,7 @@
 # make test:       set everything up, check style and types, run the tests
 # make nightly:    all families of models; the tests under other instruction sets, threads and orders; the lowest
 #                  versions of what we need
+# make cover:      all tests, to choose anew which of the slow ones `make test` runs (tests/cover.py): an hour
 # make peers:      tests that need TRL, bitsandbytes, torchao or trackers, in an environment of their own beside .venv
 # make gptq:       tests that need gptqmodel, in an environment of their own beside .venv
 # make docs:       the documentation's site in build/site, in an environment of its own
@@ -16,7 +17,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, len(os.sched_getaffinit
 PARALLEL := -n $(WORKERS) --dist worksteal
 NATIVE := $(shell find csrc -type f 2>/dev/null) CMakeLists.txt setup.py pyproject.toml .ci/make_env.py
 
-.PHONY: env quickstart test suite peers gptq docs check style types format nightly soak bench wheels gpu-kit clean
+.PHONY: env quickstart test suite cover peers gptq docs check style types format nightly soak bench wheels gpu-kit clean
 
 env: $(STAMP)
 
@@ -64,19 +65,23 @@ test: style
 # tests start hundreds of processes: each would compile these sources where bytecode is not kept
 suite: export PYTHONDONTWRITEBYTECODE =
 suite: $(STAMP)
-	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly and not peers" $(PARALLEL) --durations=20
+	$(BIN)/python -m pytest -m "not soak and not gpu and not nightly and not peers and not left" $(PARALLEL) --durations=20
 
 nightly: export PYTHONDONTWRITEBYTECODE =
 nightly: $(STAMP)
-	$(BIN)/python -m pytest -m nightly $(PARALLEL)
+	$(BIN)/python -m pytest -m "(nightly or left) and not soak and not gpu and not peers" $(PARALLEL)
 	$(BIN)/python .ci/matrix.py $(PARALLEL)
 	$(BIN)/python .ci/lowest_versions.py .venv build/lowest
 	$(MAKE) --no-print-directory gptq
 	$(MAKE) --no-print-directory docs
 
+cover: export PYTHONDONTWRITEBYTECODE =
+cover: $(STAMP)
+	$(BIN)/python tests/cover.py $(PARALLEL)
+
 peers: export PYTHONDONTWRITEBYTECODE =
 peers: $(PEERS)
-	.venv-peers/bin/python -m pytest -m "peers and not nightly" $(PARALLEL) --durations=10
+	.venv-peers/bin/python -m pytest -m "peers and not nightly and not left" $(PARALLEL) --durations=10
 
 gptq: export PYTHONDONTWRITEBYTECODE =
 gptq: $(GPTQ)

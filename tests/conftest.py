@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cover import leave_to_the_night
 from pairwise import leave_the_rest_to_the_night
 
 if not torch.cuda.is_available():
@@ -62,6 +63,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     leave_the_rest_to_the_night(items)
+    leave_to_the_night(items)
 
 
 @pytest.fixture(autouse=True, scope="module")
