@@ -52,6 +52,15 @@ def test_the_check_of_layers_sees_what_it_forbids() -> None:
         layers.upward_imports({"attic": set(), "cli": {"attic"}})
 
 
+def test_no_two_classes_have_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in PRODUCT:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module_name(path))
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
 def test_no_base_brings_code() -> None:
     """Transformers' Auto classes ask the user whether to run a base's own code, unless they are told."""
     for path in layers.python_files(MLORA):

@@ -22,7 +22,7 @@ from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.weight import FrozenWeight
 from mlora_ext.ops.autograd import LayerOperands
 from mlora_ext.ops.functional import lora_linear_fused, lora_linear_held, lora_linear_rows
-from mlora_ext.ops.held import Updates, hold
+from mlora_ext.ops.held import UpdateCounts, hold
 
 Run = Callable[[], list[Tensor]]
 SCALING = 2.0
@@ -215,7 +215,7 @@ def ours_held(layer: Layer) -> Contender:
     names = tuple(f"a{i}" for i in range(len(layer.lora_a)))
     held = hold(names, [layer.lora_a], [layer.lora_b], [set()])  # type: ignore[arg-type, list-item]
     assert held is not None
-    frozen, updates, plan = [PlainWeight.of(layer.weight)], Updates(), _plan(layer)
+    frozen, updates, plan = [PlainWeight.of(layer.weight)], UpdateCounts(), _plan(layer)
 
     def compute() -> Tensor:
         found = lora_linear_held(layer.x, frozen, [None], held, plan, updates)

@@ -13,7 +13,7 @@ from mlora.cli.tables import aligned
 from mlora.offload.planner.iteration_time import iteration_time
 from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.memory_need import memory_need
-from mlora.offload.planner.workload import Placement, Workload
+from mlora.offload.planner.workload import OffloadWorkload, StatePlacement
 from mlora.simulate.public_models import PUBLIC_MODELS
 from shared.command_line import documented_parser
 
@@ -42,14 +42,14 @@ class Step:
     method: str
     tokens: int
 
-    def workload(self) -> Workload:
+    def workload(self) -> OffloadWorkload:
         """Returns what the planner sees of it."""
         adapters = max(1, self.tokens // 1024)
         return PUBLIC_MODELS[self.model].workload(self.tokens, method=self.method, adapters=adapters)
 
-    def placement(self) -> Placement:
+    def placement(self) -> StatePlacement:
         """Returns where its parts live: weights on disk, an adapter's states on the host."""
-        return Placement(base="disk", optimizer="disk" if self.method == "full" else "host")
+        return StatePlacement(base="disk", optimizer="disk" if self.method == "full" else "host")
 
 
 STEPS = (

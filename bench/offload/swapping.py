@@ -10,18 +10,22 @@ from pathlib import Path
 from mlora.offload.activations import Activations, Mode
 from mlora.offload.disk import Disk
 from mlora.offload.forecast import watched_workload
-from mlora.offload.planner.activation_plan import ActivationPlan, Choice
+from mlora.offload.planner.activation_plan import ActivationChoice, ActivationPlan
 from mlora.offload.planner.iteration_time import iteration_time
 from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.memory_need import memory_need
 from mlora.offload.planner.search import Case, PlannedActivations, plan_activations
-from mlora.offload.planner.workload import Placement, Workload
+from mlora.offload.planner.workload import OffloadWorkload, StatePlacement
 from mlora.offload.swap_space import WRITING, SwapSpace
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-PLACE = Placement(base="device", optimizer="device")
-CHOICES: dict[Choice, Mode] = {Choice.KEEP: "keep", Choice.RECOMPUTE: "recompute", Choice.DISK: "swap"}
+PLACE = StatePlacement(base="device", optimizer="device")
+CHOICES: dict[ActivationChoice, Mode] = {
+    ActivationChoice.KEEP: "keep",
+    ActivationChoice.RECOMPUTE: "recompute",
+    ActivationChoice.DISK: "swap",
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Swapping:
         loss = self._passes(ids)
         return self._ended(loss, time.perf_counter() - begin)
 
-    def workload(self, machine: Machine, ids: Tensor) -> tuple[Workload, Step]:
+    def workload(self, machine: Machine, ids: Tensor) -> tuple[OffloadWorkload, Step]:
         """Runs a step as `activations: auto` profiles one; returns what the planner sees, and the step."""
         self._activations.watch(swaps=True)
         begin = time.perf_counter()
@@ -104,8 +108,8 @@ class Swapping:
 
 def plan_of(swapped: int, blocks: int) -> ActivationPlan:
     """Returns the plan that swaps the first blocks and recomputes the others."""
-    inner = [Choice.DISK] * swapped + [Choice.RECOMPUTE] * (blocks - swapped)
-    return ActivationPlan((*inner, Choice.KEEP))
+    inner = [ActivationChoice.DISK] * swapped + [ActivationChoice.RECOMPUTE] * (blocks - swapped)
+    return ActivationPlan((*inner, ActivationChoice.KEEP))
 
 
 def modes_of(plan: ActivationPlan) -> list[Mode]:
@@ -113,7 +117,7 @@ def modes_of(plan: ActivationPlan) -> list[Mode]:
     return [CHOICES[choice] for choice in plan.inner[:-1]]
 
 
-def case_of(machine: Machine, workload: Workload) -> Case:
+def case_of(machine: Machine, workload: OffloadWorkload) -> Case:
     """Returns the paper's case: how many blocks to swap, if all others are recomputed."""
     blocks = len(workload.blocks) - 1
     seconds = [predicted(machine, workload, plan_of(count, blocks)) for count in range(blocks + 1)]
@@ -123,12 +127,12 @@ def case_of(machine: Machine, workload: Workload) -> Case:
     return Case.COMPUTE if best == blocks else Case.INFLECTION
 
 
-def predicted(machine: Machine, workload: Workload, plan: ActivationPlan) -> float:
+def predicted(machine: Machine, workload: OffloadWorkload, plan: ActivationPlan) -> float:
     """Returns the planner's seconds of a step."""
     return iteration_time(machine, workload, PLACE, plan).seconds
 
 
-def chosen(machine: Machine, workload: Workload) -> PlannedActivations:
+def chosen(machine: Machine, workload: OffloadWorkload) -> PlannedActivations:
     """Returns the planner's plan where there is the memory that swapping all blocks takes."""
     blocks = len(workload.blocks) - 1
     need = memory_need(machine, workload, PLACE, plan_of(blocks, blocks))

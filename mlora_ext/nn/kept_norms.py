@@ -33,7 +33,7 @@ class NormedLayer(Protocol):
 
 
 @dataclass
-class _Kept:
+class _KeptNorm:
     """One adapter's norms, and what they were computed from.
 
     Attributes:
@@ -62,7 +62,7 @@ class KeptNorms:
 
     def __init__(self) -> None:
         self.computed = 0
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _KeptNorm] = {}
         self._squares: tuple[Hashable, Sequence[Tensor], Tensor] | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -95,7 +95,7 @@ class KeptNorms:
             self._kept.pop(name, None)
             if key is not None:
                 held = [p.detach() for p in own.values()] + [w.detach() for w in weights]
-                self._kept[name] = _Kept(key, held, each)
+                self._kept[name] = _KeptNorm(key, held, each)
         return found
 
     def after_backward(self, names: Sequence[str]) -> Callable[[Tensor], None]:
@@ -157,6 +157,6 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from _parts(getattr(tensor, name))
 
 
-def _has_stepped(kept: _Kept, own: Mapping[str, nn.Parameter]) -> bool:
+def _has_stepped(kept: _KeptNorm, own: Mapping[str, nn.Parameter]) -> bool:
     """Whether gradients were made and dropped, as after an optimizer's step."""
     return kept.trained and any(p.requires_grad and p.grad is None for p in own.values())

@@ -73,7 +73,7 @@ def lora_experts(
     dtypes = {one.dtype for one in (*lora_a, *lora_b)}
     if len(dtypes) > 1 or not dtypes <= {x.dtype, torch.float32}:
         lora_a, lora_b = [one.to(x.dtype) for one in lora_a], [one.to(x.dtype) for one in lora_b]
-    call = _Call(frozen, experts, plan, backend, swapped)
+    call = _ExpertCall(frozen, experts, plan, backend, swapped)
     return _LoRAExperts.apply(dense_rows(x), call, *lora_a, *lora_b)  # type: ignore[no-any-return]
 
 
@@ -105,7 +105,7 @@ def hold_experts(
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _ExpertCall:
     frozen: FrozenWeight
     experts: int
     plan: PlanTensors
@@ -160,7 +160,7 @@ class _LoRAExperts(torch.autograd.Function):
         return dx, None, *wanted
 
 
-def _forward(x: Tensor, call: _Call, adapters: Adapters) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _forward(x: Tensor, call: _ExpertCall, adapters: Adapters) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns y, and what backward needs."""
     with torch._C._AutoDispatchBelowAutograd():
         if call.backend == "cpu":
@@ -174,7 +174,7 @@ def _forward(x: Tensor, call: _Call, adapters: Adapters) -> tuple[Tensor, tuple[
 def _backward(
     dy: Tensor,
     x: Tensor,
-    call: _Call,
+    call: _ExpertCall,
     parameters: Sequence[Tensor],
     saved: tuple[Tensor, ...],
     need_dx: bool,

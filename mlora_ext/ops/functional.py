@@ -16,7 +16,7 @@ from ..frozen.weight import FrozenWeight
 from . import autograd, held, reference
 from .autograd import LayerOperands
 from .dropout import LoRADropout
-from .held import Call, HeldAdapters, Updates
+from .held import Call, HeldAdapters, UpdateCounts
 from .segments import SegmentLayout
 
 
@@ -130,7 +130,7 @@ def lora_linear_held(
     biases: Sequence[Tensor | None],
     adapters: HeldAdapters,
     plan: PlanTensors,
-    updates: Updates,
+    updates: UpdateCounts,
 ) -> Sequence[Tensor] | None:
     """Returns `[..., d_out]` of each layer by `ops.held`, or None where it does not serve.
 

@@ -26,7 +26,7 @@ from ..once_differentiable import once_differentiable
 
 
 @dataclass
-class Updates:
+class UpdateCounts:
     """Counts the updates of adapters in place, so that backward notices one after its forward pass."""
 
     count: int = 0
@@ -129,7 +129,7 @@ class Call(NamedTuple):
     adapters: HeldAdapters
     plan: PlanTensors
     backend: Backend
-    updates: Updates
+    updates: UpdateCounts
 
 
 def lora_linear_held(x: Tensor, call: Call) -> Sequence[Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mlora.offload.planner.machine import Machine
 from mlora.offload.planner.search import Case
-from mlora.offload.planner.workload import Block, Workload
+from mlora.offload.planner.workload import Block, OffloadWorkload
 
 
 def part(name: str) -> Any:
@@ -61,10 +61,10 @@ def test_swapped_and_recomputed_blocks_give_the_same_bits(tmp_path: Path) -> Non
     assert written == sum(sizes[1:]) > 0
 
 
-def watched() -> Workload:
+def watched() -> OffloadWorkload:
     """Three blocks of 100 bytes; forward 3 s, backward 6 s, recomputation 3 s, head and loss 2 s."""
     block = Block(inner_bytes=100, forward_seconds=1, backward_seconds=2, recompute_seconds=1)
-    return Workload([block] * 3 + [Block(forward_seconds=2, backward_seconds=1e-9)], 16)
+    return OffloadWorkload([block] * 3 + [Block(forward_seconds=2, backward_seconds=1e-9)], 16)
 
 
 def test_the_prediction_of_a_step_with_all_blocks_recomputed_is_the_sum_of_its_parts() -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from mlora.offload.planner.activation_plan import ActivationPlan, Choice
+from mlora.offload.planner.activation_plan import ActivationChoice, ActivationPlan
 from mlora.offload.planner.iteration_time import iteration_time
 from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.memory_need import memory_need
-from mlora.offload.planner.workload import Block, Placement, Workload
+from mlora.offload.planner.workload import Block, OffloadWorkload, StatePlacement
 
 MACHINE = Machine(1.0, read=1.0, write=1.0, to_device=4.0, to_host=4.0)
 BLOCKS = [Block(flops=10.0 + index % 3, inner_bytes=12.0 + index % 4, hidden_bytes=1.0) for index in range(8)]
-WORK, PLACE = Workload(BLOCKS, 1), Placement(base="device")
+WORK, PLACE = OffloadWorkload(BLOCKS, 1), StatePlacement(base="device")
 BUDGET = Budget(device=80.0, host=60.0)
 RIVALS = ("zero", "capuchin", "g10", "checkmate")
 
@@ -47,25 +47,25 @@ def test_no_rival_is_faster(rivals: ModuleType, name: str, one: bool) -> None:
 
 def test_zero_recomputes_everything(rivals: ModuleType) -> None:
     plan = rivals.zero(MACHINE, WORK, PLACE, BUDGET)
-    assert plan == ActivationPlan((Choice.RECOMPUTE,) * 8, Choice.HOST)
+    assert plan == ActivationPlan((ActivationChoice.RECOMPUTE,) * 8, ActivationChoice.HOST)
 
 
 def test_capuchin_swaps_what_computation_hides_and_recomputes_the_rest(rivals: ModuleType) -> None:
     wide = rivals.capuchin(MACHINE, WORK, PLACE, Budget(80.0, 1e3))
-    assert set(wide.inner) == {Choice.KEEP, Choice.HOST}
-    assert wide.inner[0] is Choice.HOST, "the first block is free for longest"
+    assert set(wide.inner) == {ActivationChoice.KEEP, ActivationChoice.HOST}
+    assert wide.inner[0] is ActivationChoice.HOST, "the first block is free for longest"
     narrow = rivals.capuchin(replace(MACHINE, to_device=0.4, to_host=0.4), WORK, PLACE, Budget(80.0, 1e3))
-    assert set(narrow.inner) == {Choice.KEEP, Choice.HOST, Choice.RECOMPUTE}
+    assert set(narrow.inner) == {ActivationChoice.KEEP, ActivationChoice.HOST, ActivationChoice.RECOMPUTE}
     slow = rivals.capuchin(replace(MACHINE, to_device=0.01, to_host=0.01), WORK, PLACE, BUDGET)
-    assert set(slow.inner) == {Choice.KEEP, Choice.RECOMPUTE}
+    assert set(slow.inner) == {ActivationChoice.KEEP, ActivationChoice.RECOMPUTE}
 
 
 def test_g10_recomputes_nothing(rivals: ModuleType) -> None:
     plan = rivals.g10(MACHINE, WORK, PLACE, BUDGET)
-    assert Choice.RECOMPUTE not in plan.inner
-    assert plan.inner[0] is Choice.DISK
+    assert ActivationChoice.RECOMPUTE not in plan.inner
+    assert plan.inner[0] is ActivationChoice.DISK
     slow = rivals.g10(replace(MACHINE, read=0.3, write=0.3), WORK, PLACE, BUDGET)
-    assert slow.inner.count(Choice.HOST) >= 2, "the disk's bandwidth is used up"
+    assert slow.inner.count(ActivationChoice.HOST) >= 2, "the disk's bandwidth is used up"
 
 
 def test_checkmate_recomputes_as_little_as_any_plan_that_fits(rivals: ModuleType) -> None:
@@ -73,12 +73,14 @@ def test_checkmate_recomputes_as_little_as_any_plan_that_fits(rivals: ModuleType
     found = iteration_time(MACHINE, WORK, PLACE, plan).compute_seconds
     best = min(
         iteration_time(MACHINE, WORK, PLACE, other).compute_seconds
-        for inner in product((Choice.KEEP, Choice.RECOMPUTE), repeat=8)
+        for inner in product((ActivationChoice.KEEP, ActivationChoice.RECOMPUTE), repeat=8)
         if memory_need(MACHINE, WORK, PLACE, other := ActivationPlan(inner)).fits(BUDGET)
     )
     assert found == pytest.approx(best)
-    assert rivals.checkmate(MACHINE, WORK, PLACE, Budget()).inner == (Choice.KEEP,) * 8
-    assert rivals.checkmate(MACHINE, WORK, PLACE, Budget(device=1.0)).inner == (Choice.RECOMPUTE,) * 8
+    assert rivals.checkmate(MACHINE, WORK, PLACE, Budget()).inner == (ActivationChoice.KEEP,) * 8
+    assert (
+        rivals.checkmate(MACHINE, WORK, PLACE, Budget(device=1.0)).inner == (ActivationChoice.RECOMPUTE,) * 8
+    )
 
 
 def test_the_command_prints_a_row_for_each_step(

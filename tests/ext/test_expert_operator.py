@@ -13,7 +13,7 @@ from mlora_ext.frozen.experts import ExpertsWeight, grouped_product
 from mlora_ext.nn.parameters.expert_rows import ExpertRows, pairs_of
 from mlora_ext.ops.experts import hold_experts, lora_experts
 from mlora_ext.ops.functional import lora_linear_held
-from mlora_ext.ops.held import Updates
+from mlora_ext.ops.held import UpdateCounts
 
 D, OUT, E, K = 24, 16, 5, 2
 RANKS, SCALING = (3, 7, 2), (2.0, 0.5, 1.0)
@@ -124,7 +124,7 @@ def test_held_gradients_are_added_to(transposed: bool) -> None:
     assert held is not None
     for _ in range(2):
         x = rows.gather(case.x.detach().requires_grad_())
-        found = lora_linear_held(x, [case.frozen(rows)], [None], held, case.plan(rows), Updates())
+        found = lora_linear_held(x, [case.frozen(rows)], [None], held, case.plan(rows), UpdateCounts())
         assert found is not None
         (rows.scatter(found[0]) * case.dy).sum().backward()
     assert_right([leaf.grad / 2 for leaf in (*case.lora_a, *case.lora_b)], expected, 1e-5)

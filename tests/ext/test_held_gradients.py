@@ -20,7 +20,7 @@ from mlora_ext.frozen.weight import FrozenWeight
 from mlora_ext.nn.bank import AdapterBank
 from mlora_ext.nn.linear import MultiLoRALinear
 from mlora_ext.ops.functional import lora_linear_held
-from mlora_ext.ops.held import HeldAdapters, Updates, hold
+from mlora_ext.ops.held import HeldAdapters, UpdateCounts, hold
 
 
 @pytest.fixture(params=BACKENDS, autouse=True)
@@ -47,12 +47,12 @@ def held_of(case: Case, written: set[str] | None = None) -> HeldAdapters | None:
 def forward(
     case: Case,
     held: HeldAdapters | None,
-    updates: Updates | None = None,
+    updates: UpdateCounts | None = None,
     frozen: type[FrozenWeight] = PlainWeight,
 ) -> torch.Tensor:
     assert held is not None
     x, weight, bias, _, _, *plan = case.operator_arguments()
-    found = lora_linear_held(x, [frozen.of(weight)], [bias], held, tuple(plan), updates or Updates())
+    found = lora_linear_held(x, [frozen.of(weight)], [bias], held, tuple(plan), updates or UpdateCounts())
     assert found is not None
     return found[0]
 
@@ -137,7 +137,7 @@ def test_left_to_autograd(why: str) -> None:
 
 
 def test_an_update_between_forward_and_backward_is_refused() -> None:
-    case, updates, written = with_gradients(make([4, 7], [6, 5], [0, 1])), Updates(), set()
+    case, updates, written = with_gradients(make([4, 7], [6, 5], [0, 1])), UpdateCounts(), set()
     y = forward(case, held_of(case, written), updates)
     updates.record("mate")
     updates.record("a1")
@@ -277,7 +277,7 @@ def test_differentiable_once_and_not_by_functional_transforms() -> None:
     served: list[bool] = []
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        found = lora_linear_held(x, [PlainWeight.of(weight)], [bias], held, tuple(plan), Updates())
+        found = lora_linear_held(x, [PlainWeight.of(weight)], [bias], held, tuple(plan), UpdateCounts())
         served.append(found is not None)
         return x.sum()
 

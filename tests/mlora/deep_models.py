@@ -4,7 +4,7 @@ import copy
 
 import torch
 from mlora.model.base_model import BaseModel
-from mlora.model.cut import Span
+from mlora.model.cut import BlockSpan
 from mlora.model.load import load_base
 from tiny_models import FAMILIES, VOCABULARY, make
 from transformers import (
@@ -39,11 +39,12 @@ def deep(family: str, seed: int = 0) -> PreTrainedModel:
         return type(model)(config)
 
 
-def spans(stages: int) -> list[Span]:
+def spans(stages: int) -> list[BlockSpan]:
     """The blocks over some stages; the first stages have more where they do not divide evenly."""
     ends = [-(-BLOCKS * (stage + 1) // stages) for stage in range(stages)]
     return [
-        Span(i, stages, first, last) for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False))
+        BlockSpan(i, stages, first, last)
+        for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False))
     ]
 
 

@@ -20,7 +20,7 @@ from mlora.data.source import Source
 from mlora.errors import RunError
 from mlora.model.base_info import BaseInfo
 from mlora.model.checkpoint_tensors import files_of
-from mlora.model.cut import Span
+from mlora.model.cut import BlockSpan
 from mlora.model.load import load_stage
 from mlora.model.pretrained import load_whole
 from tiny_run import save_tokenizer, write_jsonl
@@ -147,7 +147,7 @@ def test_an_index_of_shards_names_files_beside_it(index: Any, why: str, base: Pa
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
     for call in (
         lambda: load_whole(str(base), torch.float32),
-        lambda: load_stage(str(base), Span(0, 1, 0, 2), torch.device("cpu"), torch.float32),
+        lambda: load_stage(str(base), BlockSpan(0, 1, 0, 2), torch.device("cpu"), torch.float32),
         lambda: files_of(str(base), None),
     ):
         assert why in line_of(call)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...backends.selection import chosen_backend
 from ...frozen.weight import FrozenKind, FrozenWeight
 from ...ops.functional import scaling_dtype
-from ...ops.held import Updates
+from ...ops.held import UpdateCounts
 from ...ops.segments import SegmentLayout
 from .adapter_info import AdapterInfo
 from .in_flight import ForwardsInFlight, attach_token
@@ -41,7 +41,7 @@ from .trial_passes import Observer
 
 
 @dataclass(eq=False)
-class _Call:
+class _OpenCall:
     """A top-level forward in progress: its thread and frame, and what the router restores after it.
 
     `grads`: whether it began with gradients on.
@@ -89,7 +89,7 @@ class Router:
         self.accumulates = False
         self.held_gradients: Any = None
         self.moves = 0
-        self.updates = Updates()
+        self.updates = UpdateCounts()
         self.fused_projections: Sequence[SharedInput] = ()
         self.thread_guard = ThreadGuard()
         self.active: Route | None = None
@@ -100,7 +100,7 @@ class Router:
         self._unrouted_reads: dict[str, LayerReads | None] = {}
         self._entered_in_backward = False
         self._in_flight = ForwardsInFlight()
-        self._calls: list[_Call] = []
+        self._calls: list[_OpenCall] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -393,7 +393,7 @@ class Router:
         """Begins a top-level forward: enters its route, or the only adapter's if none is active."""
         self.thread_guard.take()
         before = self.active, self._entered_in_backward
-        self._calls.append(_Call(before, threading.get_ident(), calling_frame(), torch.is_grad_enabled()))
+        self._calls.append(_OpenCall(before, threading.get_ident(), calling_frame(), torch.is_grad_enabled()))
         knows_all_rows = self.disabled or self.default is not None or len(self.adapters) <= 1
         if route is None and self.active is None and knows_all_rows:
             route = self._only_adapter(samples)

@@ -80,11 +80,11 @@ def simulate_pipeline(
         if context.invoked_subcommand is not None:
             _refuse_options_before(context)
             return
-        from mlora.simulate.forecast import Options, forecast
+        from mlora.simulate.forecast import PipelineOptions, forecast
 
         if out is not None and out.suffix.lower() != ".png":
             raise RunError(f"--out: expected the name of a .png file, got {str(out)!r}")
-        found = forecast(Options(**{name: given[name] for name in Options.__annotations__}))
+        found = forecast(PipelineOptions(**{name: given[name] for name in PipelineOptions.__annotations__}))
         if out is not None:
             found.draw(out)
         if as_json:

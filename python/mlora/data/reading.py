@@ -90,7 +90,7 @@ class Reading:
 
 
 @dataclass
-class _Chunk:
+class _FileChunk:
     rows: list[Row]
     fault: RunError | None = None  # of the row that follows; it counts if these are right
 
@@ -105,7 +105,7 @@ def _begin(reading: Reading, parent: int) -> None:
     _own = reading, reading.parser()
 
 
-def _batches_of_chunk(chunk: _Chunk) -> _Done:
+def _batches_of_chunk(chunk: _FileChunk) -> _Done:
     reading, parse = _own
     counts: Counter[str] = Counter()
     batches = list(record_batches(_kept(reading, _parsed(reading, chunk.rows, parse), counts)))
@@ -114,10 +114,10 @@ def _batches_of_chunk(chunk: _Chunk) -> _Done:
     return batches, counts
 
 
-def _chunks(rows: Iterable[Row]) -> Iterator[_Chunk]:
-    rows, chunk = iter(rows), _Chunk([])
+def _chunks(rows: Iterable[Row]) -> Iterator[_FileChunk]:
+    rows, chunk = iter(rows), _FileChunk([])
     while chunk.fault is None:
-        chunk = _Chunk([])
+        chunk = _FileChunk([])
         try:
             chunk.rows.extend(islice(rows, _CHUNK))
         except RunError as error:

@@ -171,7 +171,7 @@ class _Lists:
         return found
 
 
-class _Part:
+class _TablePart:
     """A record batch."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
@@ -216,7 +216,7 @@ class Samples(Sequence[Any]):
     """
 
     def __init__(
-        self, parts: Sequence[_Part] = (), kind: type = Sample, rows: NDArray[np.int64] | None = None
+        self, parts: Sequence[_TablePart] = (), kind: type = Sample, rows: NDArray[np.int64] | None = None
     ) -> None:
         self._parts, self._kind, self._rows = list(parts), kind, rows
         self._starts = np.cumsum([0, *(len(part.lengths) for part in self._parts)])
@@ -225,7 +225,7 @@ class Samples(Sequence[Any]):
     def _of_source(cls, source: pa.Buffer | pa.MemoryMappedFile) -> Samples:
         reader = pa.ipc.open_file(source)
         kind = _BY_NAME[reader.schema.metadata[b"kind"].decode()]
-        return cls([_Part(reader.get_batch(index)) for index in range(reader.num_record_batches)], kind)
+        return cls([_TablePart(reader.get_batch(index)) for index in range(reader.num_record_batches)], kind)
 
     @classmethod
     def of_file(cls, path: Path) -> Samples:
@@ -284,24 +284,24 @@ class Samples(Sequence[Any]):
 
     def by_rows(self, *, longest_first: bool = False) -> list[int]:
         """Returns the samples' indices in the order of their `rows`, ties in their own order."""
-        rows = self._of_all(_Part.rows)
+        rows = self._of_all(_TablePart.rows)
         order: list[int] = np.argsort(-rows if longest_first else rows, kind="stable").tolist()
         return order
 
     def longest(self) -> int:
         """Returns the index of a sample with the longest single sequence."""
-        return int(np.argmax(self._of_all(_Part.longest)))
+        return int(np.argmax(self._of_all(_TablePart.longest)))
 
     @property
     def tokens(self) -> int:
         """The rows of all samples."""
-        return int(self._of_all(_Part.rows).sum())
+        return int(self._of_all(_TablePart.rows).sum())
 
-    def _of_all(self, of: Callable[[_Part, type], NDArray[np.int64]]) -> NDArray[np.int64]:
+    def _of_all(self, of: Callable[[_TablePart, type], NDArray[np.int64]]) -> NDArray[np.int64]:
         found = np.concatenate([np.zeros(0, np.int64), *(of(part, self._kind) for part in self._parts)])
         return found if self._rows is None else found[self._rows]
 
-    def _place(self, index: int) -> tuple[_Part, int]:
+    def _place(self, index: int) -> tuple[_TablePart, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         row = index % len(self) if self._rows is None else int(self._rows[index])

@@ -26,7 +26,7 @@ from mlora.engine.stage_worker import StageWorker
 from mlora.engine.tied_rows import rows_to_pass
 from mlora.memory.memory_model import SilentRows
 from mlora.model.base_model import BaseModel, take_apart
-from mlora.model.cut import Cut, Span, cut_model, find_blocks, outer_modules
+from mlora.model.cut import BlockSpan, Cut, cut_model, find_blocks, outer_modules
 from mlora.model.labels import label_objective
 from mlora.model.pretrained import skeleton, skeleton_of
 from mlora.model.quantization import prepare_skeleton, quantizer_of
@@ -93,7 +93,7 @@ class DryStage:
         knees: `PeakModel` knees of its micro-batches' phases (forward, loss, backward).
     """
 
-    def __init__(self, source: Source, options: StageOptions, span: Span | None = None) -> None:
+    def __init__(self, source: Source, options: StageOptions, span: BlockSpan | None = None) -> None:
         self._options = options
         self._span = span if span is not None and span.stages > 1 else None
         self._model, self._quantized = _without_weights(source, options)
@@ -180,7 +180,7 @@ class DryStage:
         """Returns the cut that runs the stage's last blocks (default: all); None for an uncuttable model."""
         if not self._blocks:
             return None
-        span = self._span or Span(0, 1, 0, len(model.get_submodule(self._blocks)))  # type: ignore[arg-type]
+        span = self._span or BlockSpan(0, 1, 0, len(model.get_submodule(self._blocks)))  # type: ignore[arg-type]
         if blocks is not None:
             span = replace(span, first=span.last - blocks)
         return Cut(model, span, self._blocks, self._outer)

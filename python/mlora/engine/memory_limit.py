@@ -29,7 +29,7 @@ _TOLD = 8 * MIB  # growth of the base that is worth a new decision
 
 
 @dataclass(frozen=True)
-class Candidate:
+class AdmissionCandidate:
     """An adapter that wants to train.
 
     Attributes:
@@ -177,7 +177,7 @@ class MemoryLimit:
         self._more, self._passed, self._grown = state["more"], state["passed"], state["grown"]
         self._smallest = list(map(min, self._smallest, state["smallest"]))
 
-    def check(self, one: Candidate) -> None:
+    def check(self, one: AdmissionCandidate) -> None:
         """Raises MemoryLimitError (see `refusal`) for an adapter that fits alone in no process.
 
         Goes by samples, the least reserve, and the smallest base that any process of the run had when it was
@@ -196,12 +196,12 @@ class MemoryLimit:
         if not fits:
             raise MemoryLimitError(self.refusal(one, for_good=True))
 
-    def fits(self, one: Candidate) -> bool:
+    def fits(self, one: AdmissionCandidate) -> bool:
         """Whether an adapter fits alone, with today's base and reserve."""
         taken = [base + self.reserved for base in self.base]
         return max(self._together(one, self._bounds(one), taken)) <= self.limit
 
-    def fits_barely(self, one: Candidate) -> bool:
+    def fits_barely(self, one: AdmissionCandidate) -> bool:
         """Whether an adapter fits if it is alone and stays alone.
 
         The base may then grow into the least reserve, and samples count where measurements only widened the
@@ -209,7 +209,7 @@ class MemoryLimit:
         """
         return self._barely(one) <= self.limit
 
-    def no_room(self, waiting: Sequence[Candidate]) -> str:
+    def no_room(self, waiting: Sequence[AdmissionCandidate]) -> str:
         """Returns why none can begin in this process though `check` passes them, and what would help.
 
         None of them may fit barely.
@@ -225,7 +225,7 @@ class MemoryLimit:
             f"go on in one that uses {less}, or raise {self._name}{to}"
         )
 
-    def _barely(self, one: Candidate) -> float:
+    def _barely(self, one: AdmissionCandidate) -> float:
         """Returns the bytes in use at the fullest stage while an adapter is alone and stays alone."""
         likely = self.estimate.predict({one.name: one.largest}, [one.name])
         known = zip(self._bounds(one), self._by_samples(one), likely, strict=True)
@@ -238,18 +238,20 @@ class MemoryLimit:
     def _least(self) -> int:
         return _LEAST_RESERVED + self._pieces
 
-    def _together(self, one: Candidate, bounds: Sequence[float], taken: Sequence[int]) -> list[float]:
+    def _together(
+        self, one: AdmissionCandidate, bounds: Sequence[float], taken: Sequence[int]
+    ) -> list[float]:
         """Returns the bytes in use at each stage with an adapter."""
         parts = zip(bounds, self.adapters.admitted(one.name), taken, strict=True)
         return [bound + states + used for bound, states, used in parts]
 
-    def _bounds(self, one: Candidate) -> Sequence[float]:
+    def _bounds(self, one: AdmissionCandidate) -> Sequence[float]:
         return self.estimate.activations({one.name: one.largest}, [one.name])
 
-    def _by_samples(self, one: Candidate) -> Sequence[float]:
+    def _by_samples(self, one: AdmissionCandidate) -> Sequence[float]:
         return self.estimate.by_samples({one.name: one.largest}, [one.name])
 
-    def refusal(self, one: Candidate, *, for_good: bool = False) -> str:
+    def refusal(self, one: AdmissionCandidate, *, for_good: bool = False) -> str:
         """Returns why an adapter does not fit and what would: the largest batch, or a limit.
 
         `for_good` goes by what `check` goes by, otherwise by what is known today.

@@ -16,7 +16,7 @@ from mlora.config.quantization_config import QuantizationConfig
 from mlora.engine.full_worker import FullWorker
 from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_info import check_base
-from mlora.model.cut import Span
+from mlora.model.cut import BlockSpan
 from mlora.model.load import load_base, load_trained
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours
@@ -139,7 +139,7 @@ def stage_of_this_process(
     return part, process
 
 
-def make_worker(source: Source, span: Span | None, options: StageOptions) -> StageWorker:
+def make_worker(source: Source, span: BlockSpan | None, options: StageOptions) -> StageWorker:
     """Loads a stage; `span=None` is the whole model. Cuts and converts a given model in place."""
     source = source if isinstance(source, PreTrainedModel) else os.fspath(source)
     activations = "recompute" if options.gradient_checkpointing else options.offload.activations
@@ -173,7 +173,7 @@ def count_blocks(source: Source) -> int:
     return int(config.get_text_config().num_hidden_layers)
 
 
-def spans_of(stages: int | Sequence[int], blocks: int) -> list[Span]:
+def spans_of(stages: int | Sequence[int], blocks: int) -> list[BlockSpan]:
     """Returns the stages of a model; an int shares the blocks evenly, the first stages take the remainder."""
     if isinstance(stages, int):
         if not 1 <= stages <= blocks:
@@ -182,4 +182,4 @@ def spans_of(stages: int | Sequence[int], blocks: int) -> list[Span]:
     if not stages or min(stages) < 1 or sum(stages) != blocks:
         raise ValueError(f"stages: expected blocks of each that add up to {blocks}, got {list(stages)}")
     ends = [0, *accumulate(stages)]
-    return [Span(index, len(stages), a, b) for index, (a, b) in enumerate(pairwise(ends))]
+    return [BlockSpan(index, len(stages), a, b) for index, (a, b) in enumerate(pairwise(ends))]

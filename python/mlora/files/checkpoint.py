@@ -18,7 +18,7 @@ _OF_STATE = ("gradients", "units", "rows", "updates", "steps", "scaler")
 _OF_ADAPTER, _OF_MODEL = ("weights", "moments", "dropout_seed"), ("counts",)
 
 
-class _Group(BaseModel):
+class _StateGroup(BaseModel):
     iteration: int = Field(ge=0)
     tasks: list[str]
     saves: bool
@@ -28,7 +28,7 @@ class _Rounds(BaseModel):
     """What `mlora.tasks.groups.Rounds.state` returns, and whether a callback asked for a checkpoint."""
 
     settled: int = Field(ge=0)
-    groups: dict[int, _Group]
+    groups: dict[int, _StateGroup]
     save_asked: bool
 
 

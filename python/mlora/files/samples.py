@@ -24,7 +24,7 @@ class _Sample(BaseModel):
     exact: bool
 
 
-class _Line(BaseModel):
+class _SampleLine(BaseModel):
     """An evaluation of an adapter after `step` optimizer steps."""
 
     adapter: str
@@ -68,7 +68,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
-            records.append(_Line.model_validate_json(line).model_dump())
+            records.append(_SampleLine.model_validate_json(line).model_dump())
         except ValidationError as error:
             raise RunError(f"{path}:{number}: is not a line of samples: {first_fault(error)}") from error
     return records

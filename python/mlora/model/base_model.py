@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 import mlora_ext
 from mlora.model.attention import PACKED_ATTENTION, PackedSequences, register_packed_attention
-from mlora.model.cut import Cut, Span, find_blocks
+from mlora.model.cut import BlockSpan, Cut, find_blocks
 from mlora.model.pretrained import stop_noise
 from mlora.model.task_heads import own_heads
 from mlora.objectives.token_losses import Head, LogitRule, Scorer
@@ -49,7 +49,7 @@ class BaseModel:
     _disk: Disk | None = None
 
     @property
-    def span(self) -> Span | None:
+    def span(self) -> BlockSpan | None:
         """The decoder blocks that are here; None if the whole model is."""
         return None if self.cut is None else self.cut.span
 

@@ -22,7 +22,7 @@ BEFORE, BEHIND = "before", "behind"
 
 
 @dataclass(frozen=True)
-class Span:
+class BlockSpan:
     """The decoder blocks of one stage: `first` to `last - 1`.
 
     The first stage also holds the modules before the blocks, such as the embedding. The last stage also holds
@@ -55,7 +55,7 @@ class Cut:
     """
 
     def __init__(
-        self, model: PreTrainedModel, span: Span, blocks: str, outer: Mapping[str, frozenset[str]]
+        self, model: PreTrainedModel, span: BlockSpan, blocks: str, outer: Mapping[str, frozenset[str]]
     ) -> None:
         self.model, self.span, self.blocks, self.outer = model, span, blocks, outer
 
@@ -132,7 +132,7 @@ class Cut:
             return left.hidden
 
 
-def cut_model(model: PreTrainedModel, span: Span) -> Cut:
+def cut_model(model: PreTrainedModel, span: BlockSpan) -> Cut:
     """Cuts a model, not yet converted, to one stage in place, and drops the tensors of other stages.
 
     Tensors may be on the meta device already. ValueError if the span does not fit or the blocks are unknown.

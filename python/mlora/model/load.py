@@ -19,7 +19,7 @@ from mlora.config.quantization_config import QuantizationConfig
 from mlora.model.base_info import quantization_of
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.checkpoint_tensors import cached_path, files_of, fill, open_tensors, stage_to, wanted_keys
-from mlora.model.cut import Cut, Span, cut_model
+from mlora.model.cut import BlockSpan, Cut, cut_model
 from mlora.model.pretrained import load_whole, refuse_missing, skeleton, told_in_one_line
 from mlora.model.probe import check_packing
 from mlora.model.quantization import finish_reading, prepare_skeleton, quantizer_of, read_metadata
@@ -33,7 +33,7 @@ def load_base(
     source: str | Path | PreTrainedModel,
     device: torch.device,
     dtype: torch.dtype,
-    span: Span | None = None,
+    span: BlockSpan | None = None,
     offload: OffloadOptions = IN_MEMORY,
     quantization: QuantizationConfig | None = None,
 ) -> BaseModel:
@@ -171,7 +171,7 @@ def load_trained(
 
 def load_stage(
     source: str,
-    span: Span,
+    span: BlockSpan,
     device: torch.device,
     dtype: torch.dtype,
     quantization: QuantizationConfig | None = None,

@@ -20,7 +20,7 @@ from mlora.model.checkpoint_tensors import (
     targets_of,
     wanted_keys,
 )
-from mlora.model.cut import Cut, Span, cut_model, find_blocks
+from mlora.model.cut import BlockSpan, Cut, cut_model, find_blocks
 from mlora.model.pretrained import refuse_missing, skeleton, told_in_one_line
 from mlora.model.tensor_file import TensorFile
 from mlora.offload.block_layout import BlockLayout, StoredTensor
@@ -51,7 +51,7 @@ class Streamed:
 
 
 def load_streamed(
-    source: str, span: Span | None, dtype: torch.dtype, options: OffloadOptions, *, trained: bool = False
+    source: str, span: BlockSpan | None, dtype: torch.dtype, options: OffloadOptions, *, trained: bool = False
 ) -> tuple[Cut, Streamed]:
     """Builds a stage, with all tensors in memory except matrices of its blocks, which have stand-ins.
 
@@ -65,7 +65,7 @@ def load_streamed(
     """
     model = skeleton(source, dtype)
     _, count = find_blocks(model)
-    cut = cut_model(model, span or Span(0, 1, 0, count))
+    cut = cut_model(model, span or BlockSpan(0, 1, 0, count))
     weights = cut.matrices() if trained else cut.linear_weights()
     if not weights:
         raise ValueError(f"base_model: {type(model).__name__} has no linear layers in its blocks")

@@ -35,7 +35,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class Range:
+class ByteRange:
     """Bytes of a file, from a multiple of `ALIGN` on, and where they go in the buffer."""
 
     file: File
@@ -85,9 +85,9 @@ class BlockLayout:
         raise AssertionError(f"no range holds offset {tensor.offset}")
 
 
-def _ranges(tensors: Sequence[StoredTensor]) -> tuple[list[Range], int]:
+def _ranges(tensors: Sequence[StoredTensor]) -> tuple[list[ByteRange], int]:
     """Returns ranges that hold all tensors, merged where they touch, and the bytes of the buffer."""
-    found: list[Range] = []
+    found: list[ByteRange] = []
     files = {id(tensor.file): tensor.file for tensor in tensors}
     place = 0
     for file in files.values():
@@ -99,9 +99,9 @@ def _ranges(tensors: Sequence[StoredTensor]) -> tuple[list[Range], int]:
                 end = max(end, last)
                 continue
             if begin >= 0:
-                found.append(Range(file, begin, end - begin, place))
+                found.append(ByteRange(file, begin, end - begin, place))
                 place += aligned(end - begin)
             begin, end = first, last
-        found.append(Range(file, begin, end - begin, place))
+        found.append(ByteRange(file, begin, end - begin, place))
         place += aligned(end - begin)
     return found, place

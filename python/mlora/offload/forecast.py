@@ -16,12 +16,12 @@ from mlora.offload.activations import Activations, BlockTimes, Mode
 from mlora.offload.disk import Disk
 from mlora.offload.forecast_lines import Forecast
 from mlora.offload.options import STATE_BYTES, OffloadOptions
-from mlora.offload.planner.activation_plan import ActivationPlan, Choice
+from mlora.offload.planner.activation_plan import ActivationChoice, ActivationPlan
 from mlora.offload.planner.iteration_time import iteration_time
 from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.search import plan_activations
 from mlora.offload.planner.tokens_to_hide import tokens_of_passes
-from mlora.offload.planner.workload import Block, Placement, Update, Workload
+from mlora.offload.planner.workload import Block, OffloadWorkload, StatePlacement, Update
 from mlora.offload.rates import measure_machine
 from mlora.offload.stream import BlockStream
 
@@ -60,7 +60,7 @@ def forecast(
     machine = measure_machine(Disk(options.folders, rate=options.rate))
     workload = watched_workload(machine, activations, times, stream, tokens, trained=trained, used=used)
     workload = replace(workload, in_flight=in_flight)
-    placement = Placement(
+    placement = StatePlacement(
         base="device" if stream is None else "disk",
         optimizer="disk" if options.optimizer == "disk" else "device",
         slots=options.slots,
@@ -72,7 +72,7 @@ def forecast(
         plan, case = planned.plan, str(planned.case)
     else:
         inner = [_CHOICES[mode] for mode in activations.before]
-        plan, case = ActivationPlan((*inner, Choice.KEEP)), ""
+        plan, case = ActivationPlan((*inner, ActivationChoice.KEEP)), ""
     modes = [_MODES[choice] for choice in plan.inner[:-1]]
     activations.choose(modes)
     time = iteration_time(machine, workload, placement, plan)
@@ -86,10 +86,10 @@ def forecast(
     )
 
 
-_CHOICES: dict[Mode, Choice] = {
-    "keep": Choice.KEEP,
-    "recompute": Choice.RECOMPUTE,
-    "swap": Choice.DISK,
+_CHOICES: dict[Mode, ActivationChoice] = {
+    "keep": ActivationChoice.KEEP,
+    "recompute": ActivationChoice.RECOMPUTE,
+    "swap": ActivationChoice.DISK,
 }
 _MODES = {choice: mode for mode, choice in _CHOICES.items()}
 
@@ -103,7 +103,7 @@ def watched_workload(
     *,
     trained: Sequence[int],
     used: int,
-) -> Workload:
+) -> OffloadWorkload:
     """Returns the micro-batch that was watched: its blocks, and one for what is computed around them.
 
     A block's input is among its inner bytes, since a swap moves it, too.
@@ -130,7 +130,7 @@ def watched_workload(
     around = max(times.around, _SHORTEST)
     blocks.append(replace(_trained(rest), forward_seconds=around, backward_seconds=_SHORTEST))
     resident = used - (0 if stream is None else stream.nbytes)
-    return Workload(blocks, tokens, method="full" if trained else "lora", resident_bytes=resident)
+    return OffloadWorkload(blocks, tokens, method="full" if trained else "lora", resident_bytes=resident)
 
 
 def _trained(weights: int) -> Block:

@@ -15,7 +15,7 @@ _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """Parameters with one learning rate and one weight decay.
 
     Attributes:
@@ -26,7 +26,9 @@ class Group:
     weight_decay: float
 
 
-def group_of(name: str, parameter: Tensor, config: OptimConfig, *, layer_norm: bool = False) -> Group:
+def group_of(
+    name: str, parameter: Tensor, config: OptimConfig, *, layer_norm: bool = False
+) -> ParameterGroup:
     """Returns the group of a Parameter.
 
     With `loraplus_lr_ratio` the groups are those of PEFT's `create_loraplus_optimizer` (LoRA+: Hayou et al.,
@@ -41,18 +43,18 @@ def group_of(name: str, parameter: Tensor, config: OptimConfig, *, layer_norm: b
     spared = layer_norm or _NO_DECAY.search(name.lower())
     decay = 0.0 if spared else config.weight_decay
     if config.loraplus_lr_ratio is None:
-        return Group(1.0, decay)
+        return ParameterGroup(1.0, decay)
     if "lora_embedding_" in name:
         rate = EMBEDDING_RATE if config.loraplus_lr_embedding is None else config.loraplus_lr_embedding
-        return Group(rate / config.learning_rate, decay)
-    return Group(config.loraplus_lr_ratio if "lora_B" in name or parameter.ndim == 1 else 1.0, decay)
+        return ParameterGroup(rate / config.learning_rate, decay)
+    return ParameterGroup(config.loraplus_lr_ratio if "lora_B" in name or parameter.ndim == 1 else 1.0, decay)
 
 
 def groups_of(
     parameters: Mapping[str, Tensor], config: OptimConfig, layer_norms: Collection[int] = ()
-) -> dict[Group, set[int]]:
+) -> dict[ParameterGroup, set[int]]:
     """Returns the indices of the Parameters of each group; `layer_norms` are those of `nn.LayerNorm`."""
-    found: dict[Group, set[int]] = {}
+    found: dict[ParameterGroup, set[int]] = {}
     for index, (name, parameter) in enumerate(parameters.items()):
         group = group_of(name, parameter, config, layer_norm=index in layer_norms)
         found.setdefault(group, set()).add(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -259,8 +260,9 @@ class Driver:
         text = " or ".join(map(str, numbers))
         raise ValueError(f"number: micro-batch {text} is not under way; an error ends all of them")
 
-    def _explain(self, error: BaseException) -> None:
-        """Raises another error in place of this one, if more is known; by default nothing is."""
+    def _ended(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Hears of an error that has ended all that was under way."""
+        self._drop()
 
     def _drop(self) -> None:
         """Forgets everything that is under way: after an error none of it comes back."""
@@ -270,13 +272,11 @@ class Driver:
     def _take_results(self) -> None:
         """Works until something has come back, and keeps it."""
         while not self._first.results:
-            try:
+            with ExitStack() as unless_done:
+                unless_done.push(self._ended)
                 self._check_open()
                 self._first.work()
-            except BaseException as error:
-                self._drop()
-                self._explain(error)
-                raise
+                unless_done.pop_all()
         while self._first.results:
             message = self._first.results.popleft()
             message.wait()

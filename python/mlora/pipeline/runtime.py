@@ -109,8 +109,9 @@ class Pipeline(Driver):
         for thread in self._threads:
             thread.join()
 
-    def _explain(self, error: BaseException) -> None:
+    def _ended(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Raises a PipelineError whose cause is the exception of the stage that failed."""
+        super()._ended(kind, error, trace)
         if isinstance(error, PipelineError):
             causes = [runner.failure for runner in self._runners if runner.failure is not None]
             cause = next((found for found in causes if not isinstance(found, PipelineError)), None)

@@ -19,7 +19,7 @@ import mlora_ext
 from mlora.config.quantization_config import QuantizationConfig
 from mlora.model.attention import PackedSequences
 from mlora.model.base_model import BaseModel, take_apart
-from mlora.model.cut import BEFORE, BEHIND, Cut, Span, find_blocks, outer_modules
+from mlora.model.cut import BEFORE, BEHIND, BlockSpan, Cut, find_blocks, outer_modules
 from mlora.model.pretrained import skeleton
 from mlora.model.quantization import prepare_skeleton, quantizer_of
 from mlora.model.quantized_shapes import shapes_of_skeleton
@@ -125,7 +125,7 @@ class _Profile:
         )
         weights = self._materialise([block])
         with torch.no_grad(), self.base.packed(), self._routed():
-            self._run(Span(1, 3, index, index + 1), self._states())
+            self._run(BlockSpan(1, 3, index, index + 1), self._states())
         handle.remove()
         (args, kwargs), states = calls[0], self._states()
 
@@ -150,7 +150,7 @@ class _Profile:
         modules = self._modules(BEFORE)
         weights = self._materialise(modules)
         ids = torch.zeros(1, self._rows, dtype=torch.int64, device=self._device)
-        seconds, _ = self._measure(lambda: self._run(Span(0, 2, 0, 0), ids), lambda output: None)
+        seconds, _ = self._measure(lambda: self._run(BlockSpan(0, 2, 0, 0), ids), lambda output: None)
         self._drop(modules)
         return Cost(seconds, weights)
 
@@ -160,7 +160,7 @@ class _Profile:
         weights = self._materialise(modules)
         base, count = self.base, self._count
         targets = torch.zeros(self._rows, dtype=torch.int64, device=self._device)
-        span = Span(1, 2, count, count + 1)
+        span = BlockSpan(1, 2, count, count + 1)
         owners = Owners([self._rows], [1.0])
 
         def loss() -> Tensor:
@@ -185,7 +185,7 @@ class _Profile:
         states = torch.randn(self._rows, self.base.hidden_size, generator=generator, device="cpu")
         return states.to(self._device, self._dtype)
 
-    def _run(self, span: Span, given: Tensor) -> Tensor:
+    def _run(self, span: BlockSpan, given: Tensor) -> Tensor:
         """Runs a span's blocks, or the parts around them, on ids or on hidden states."""
         self.base.cut = Cut(self.base.model, span, self._blocks, self._outer)
         pair = (given, None) if span.is_first else (None, given)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from mlora.engine.adapter_memory import AdapterMemory
-from mlora.engine.memory_limit import Candidate
+from mlora.engine.memory_limit import AdmissionCandidate
 from mlora.objectives.options import START
 from mlora.scheduler import MemoryNeed
 from mlora.tasks.task import Task
@@ -42,7 +42,7 @@ class TaskMemory:
         """Returns the scheduler's view of a known task; see `memory_need`."""
         return memory_need(task, arrival, self._adapters.admitted(task.name), self.candidate(task).largest)
 
-    def candidate(self, task: Task) -> Candidate:
+    def candidate(self, task: Task) -> AdmissionCandidate:
         """Returns a known task as an engine's memory limit sees it."""
         size = partial(self._adapters.size, task.name)
         largest = self._largest.get(task.name)
@@ -50,7 +50,7 @@ class TaskMemory:
             largest = largest_lengths(task, size)
             if size(largest):  # 0 while nothing is known yet
                 self._largest[task.name] = largest
-        return Candidate(
+        return AdmissionCandidate(
             task.name, largest, lambda count: largest_lengths(with_batches_of(task, count), size)
         )
 

@@ -50,17 +50,17 @@ _TABLES = f"""
 """
 
 
-class _Held(BaseModel):
+class _HeldQueue(BaseModel):
     """What a text in the file must hold at least."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _Params(_Held):
+class _Params(_HeldQueue):
     params: dict[str, Any]
 
 
-class _Content(_Held):
+class _Content(_HeldQueue):
     """Of a submission."""
 
     adapter: dict[str, Any] = {}
@@ -70,17 +70,17 @@ class _Trial(_Content):
     trial: _Params
 
 
-class _Proposal(_Held):
+class _Proposal(_HeldQueue):
     task: str
     trial: _Trial | None
 
 
-class _Entry(_Held):
+class _QueueEntry(_HeldQueue):
     taken: int
     proposals: list[_Proposal] = []
 
 
-class _Memory(_Held):
+class _Memory(_HeldQueue):
     limit_bytes: int
     base_bytes: int
     reserved_bytes: int
@@ -88,7 +88,7 @@ class _Memory(_Held):
     peak_bytes: int
 
 
-class _View(_Held):
+class _QueueView(_HeldQueue):
     """Of a task, or, with `memory`, of the run."""
 
     state: str | None = None
@@ -222,14 +222,14 @@ class TaskQueue:
             rows = self._connection.execute(
                 "SELECT iteration, entry FROM journal WHERE iteration > ? ORDER BY iteration", (after,)
             ).fetchall()
-        return {iteration: self._read(entry, _Entry, iteration) for iteration, entry in rows}
+        return {iteration: self._read(entry, _QueueEntry, iteration) for iteration, entry in rows}
 
     def taken(self) -> int:
         """Returns the number of the last request that the run has taken; 0 before the first."""
         with self._told():
             query = "SELECT iteration, entry FROM journal ORDER BY iteration DESC LIMIT 1"
             row = self._connection.execute(query).fetchone()
-        return int(self._read(row[1], _Entry, row[0])["taken"]) if row else 0
+        return int(self._read(row[1], _QueueEntry, row[0])["taken"]) if row else 0
 
     def taken_by(self, iteration: int) -> int:
         """Returns the number of the last request that was taken up to this iteration; 0 before the first."""
@@ -251,7 +251,7 @@ class TaskQueue:
         """Returns what was published last: by task, in its order, and of the whole run."""
         with self._told():
             rows = self._connection.execute("SELECT name, view FROM tasks ORDER BY rowid").fetchall()
-        views = {name: self._read(view, _View, name) for name, view in rows}
+        views = {name: self._read(view, _QueueView, name) for name, view in rows}
         run = views.pop(_RUN, {})
         return views, run
 
@@ -262,7 +262,7 @@ class TaskQueue:
         if found != "ok":
             raise RunError(f"{self._path}: is damaged: {first_line(found)}{_RESTORE}")
 
-    def _read(self, text: str, kind: type[_Held], *keys: int | str) -> dict[str, Any]:
+    def _read(self, text: str, kind: type[_HeldQueue], *keys: int | str) -> dict[str, Any]:
         """Returns the object in a row's text if it is as `_text` made it; older rows have no checksum."""
         try:
             body, _, checksum = text.partition("\n")

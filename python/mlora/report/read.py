@@ -13,7 +13,7 @@ from mlora.files.run_folder import RunFolder, metrics_of
 from mlora.files.samples import read_samples
 from mlora.report.curves import Curve
 from mlora.report.history import History, read_history
-from mlora.report.timeline import Timeline, read_timeline
+from mlora.report.timeline import RunTimeline, read_timeline
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Run:
     limit: int | None = None
     memory: Mapping[str, int] | None = None
     shown: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    timeline: Timeline | None = None
+    timeline: RunTimeline | None = None
 
     @property
     def base(self) -> str:

@@ -18,7 +18,7 @@ MOST = 1500  # spans of all stages
 
 
 @dataclass(frozen=True)
-class Work:
+class StageWork:
     """One piece of work of a stage; times are milliseconds since the window's begin."""
 
     kind: str  # `forward`, `backward`, or something else, such as `update`
@@ -28,10 +28,10 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class RunTimeline:
     """A window of a trace, in milliseconds, and what each stage computed in it."""
 
-    stages: Sequence[Sequence[Work]]
+    stages: Sequence[Sequence[StageWork]]
     length: float
     begin: float  # of the window, since the trace's begin
     whole: float  # length of the whole trace
@@ -43,7 +43,7 @@ class Timeline:
         return min(used / self.length, 1.0) if self.length else 0.0
 
 
-def read_timeline(path: Path) -> Timeline | None:
+def read_timeline(path: Path) -> RunTimeline | None:
     """Reads a window from the middle of a ``trace.json``; None if there is none, or nothing was computed."""
     if not path.exists():
         return None
@@ -55,7 +55,7 @@ def read_timeline(path: Path) -> Timeline | None:
         raise RunError(f"{path}: is not a trace: {first_line(error)}") from error
 
 
-def window_of(events: Sequence[Mapping[str, Any]]) -> Timeline | None:
+def window_of(events: Sequence[Mapping[str, Any]]) -> RunTimeline | None:
     """Returns the window of events in Chrome's trace format, as `mlora train --trace` writes them."""
     tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     computed = [e for e in events if e["ph"] == "X" and tracks.get((e["pid"], e["tid"])) == "compute"]
@@ -67,14 +67,14 @@ def window_of(events: Sequence[Mapping[str, Any]]) -> Timeline | None:
     stop = max(
         e["ts"] + e["dur"] for e in trained if e["ts"] <= first[min(len(first) - 1, len(first) // 2 + SHOWN)]
     )
-    stages: list[list[Work]] = [[] for _ in range(max(e["pid"] for e in computed) + 1)]
+    stages: list[list[StageWork]] = [[] for _ in range(max(e["pid"] for e in computed) + 1)]
     for e in sorted(computed, key=lambda e: e["ts"]):
         begin, end = e["ts"] - start, e["ts"] + e["dur"] - start
         if end > 0 and e["ts"] < stop and sum(map(len, stages)) < MOST:
             stream = e["name"].partition(" ")[2]
-            stages[e["pid"]].append(Work(_kind(e), stream, begin / 1e3, min(end, stop - start) / 1e3))
+            stages[e["pid"]].append(StageWork(_kind(e), stream, begin / 1e3, min(end, stop - start) / 1e3))
     whole = max(e["ts"] + e["dur"] for e in computed) - min(e["ts"] for e in computed)
-    return Timeline(stages, (stop - start) / 1e3, start / 1e3, whole / 1e3)
+    return RunTimeline(stages, (stop - start) / 1e3, start / 1e3, whole / 1e3)
 
 
 def _kind(event: Mapping[str, Any]) -> str:

@@ -196,7 +196,7 @@ class _AdapterCallbacks:
         from transformers import TrainerState
         from transformers.trainer_callback import ExportableState
 
-        with _Failures(self, "a callback", "state"):
+        with _CallbackFailures(self, "a callback", "state"):
             stateful: Any = [
                 one for one in (*self._callbacks, self.control) if isinstance(one, ExportableState)
             ]
@@ -225,7 +225,7 @@ class _AdapterCallbacks:
             if self.failure:
                 return
             name, stopping = type(one).__name__, self.control.should_training_stop
-            with _Failures(self, f"the callback {name}", event):
+            with _CallbackFailures(self, f"the callback {name}", event):
                 found = getattr(one, event)(self._args, self._state, self.control, **absent, **more)
                 self.control = found or self.control
             if self.control.should_training_stop and not stopping:
@@ -304,7 +304,7 @@ class _AdapterCallbacks:
         self.call("on_train_end")
 
 
-class _Failures:
+class _CallbackFailures:
     """Keeps what a callback raises, or changes of torch's settings, as its adapter's failure.
 
     Errors of memory concern the whole run.

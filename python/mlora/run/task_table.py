@@ -9,7 +9,7 @@ from mlora.cluster.signals import Interrupted
 from mlora.config.lora_fields import lora_warnings
 from mlora.config.sweep_config import is_trial
 from mlora.engine.engine import Engine
-from mlora.engine.memory_limit import Candidate, MemoryLimit
+from mlora.engine.memory_limit import AdmissionCandidate, MemoryLimit
 from mlora.errors import RunError
 from mlora.files.run_folder import RunFolder
 from mlora.memory.estimate import MemorySample
@@ -151,7 +151,7 @@ class TaskTable:
         assert self._task_memory is not None
         self._task_memory.know(task)
 
-    def candidate(self, task: Task) -> Candidate:
+    def candidate(self, task: Task) -> AdmissionCandidate:
         """Returns a task as the memory limit sees it."""
         assert self._task_memory is not None
         return self._task_memory.candidate(task)

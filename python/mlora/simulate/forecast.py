@@ -29,7 +29,7 @@ GROUPS_OF_A_STAGE = 2
 
 
 @dataclass(frozen=True)
-class Options:
+class PipelineOptions:
     """Options of the command; see its help. Times are milliseconds, None = not given."""
 
     schedule: str
@@ -50,7 +50,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class RunForecast:
     """A simulated run."""
 
     workload: Workload
@@ -147,7 +147,7 @@ class Forecast:
 MOST_ACTIONS = 10_000_000  # take minutes to simulate
 
 
-def forecast(options: Options) -> Forecast:
+def forecast(options: PipelineOptions) -> RunForecast:
     """Simulates a run with these options; RunError names a wrong option in one line."""
     try:
         times = None if options.times is None else read_times(options.times)
@@ -156,12 +156,12 @@ def forecast(options: Options) -> Forecast:
         timeline = simulate(workload)
     except ValueError as error:
         raise RunError(str(error)) from error
-    return Forecast(
+    return RunForecast(
         workload, timeline, measure(timeline), _closed_form(workload), is_reached(workload), origin
     )
 
 
-def _streams(options: Options, times: StageTimes | None) -> tuple[int, str]:
+def _streams(options: PipelineOptions, times: StageTimes | None) -> tuple[int, str]:
     """Returns the number of lorapp's streams and, unless it was given, where the number is from."""
     if options.adapters is not None or options.times is None or times is None or options.schedule in FLUSHED:
         return options.adapters or ADAPTERS, ""
@@ -174,7 +174,7 @@ def _counted(count: int, what: str, plural: str = "s") -> str:
     return f"{count} {what}{plural if count > 1 else ''}"
 
 
-def _workload(options: Options, times: StageTimes | None, adapters: int) -> Workload:
+def _workload(options: PipelineOptions, times: StageTimes | None, adapters: int) -> Workload:
     _check_used(options)
     rows = options.rows or 1
     if times is not None:
@@ -209,7 +209,7 @@ def _workload(options: Options, times: StageTimes | None, adapters: int) -> Work
     return Workload(stages, [stream] * adapters, options.schedule, forward, backward, in_flight)
 
 
-def _check_used(options: Options) -> None:
+def _check_used(options: PipelineOptions) -> None:
     """Refuses an option that has no effect beside the others, and a bandwidth that is not positive."""
     if options.bandwidth is not None and not options.bandwidth > 0:
         raise RunError(f"--bandwidth: expected a number above 0, got {options.bandwidth}")
@@ -225,7 +225,7 @@ def _check_used(options: Options) -> None:
                 raise RunError(f"--{name}: needs --bandwidth")
 
 
-def _stages(options: Options) -> list[StageTime]:
+def _stages(options: PipelineOptions) -> list[StageTime]:
     forward = _values("forward", "1" if options.forward is None else options.forward)
     backward = _values("backward", "1" if options.backward is None else options.backward)
     depth = max(len(forward), len(backward)) if options.stages is None else options.stages
@@ -249,7 +249,7 @@ def _values(name: str, text: str) -> list[float]:
     return values
 
 
-def _message_bytes(options: Options) -> float:
+def _message_bytes(options: PipelineOptions) -> float:
     if options.message_bytes is not None:
         return _not_negative("bytes", options.message_bytes)
     if options.hidden is None:

@@ -12,7 +12,7 @@ from mlora.errors import RunError
 from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.search import PlannedActivations, plan_activations
 from mlora.offload.planner.tokens_to_hide import Hidden, adapters_to_hide, tokens_of_passes, tokens_to_hide
-from mlora.offload.planner.workload import Placement, Workload
+from mlora.offload.planner.workload import OffloadWorkload, StatePlacement
 from mlora.simulate.public_models import PUBLIC_MODELS, PublicModel
 
 IO_SECONDS = 0.2e-9
@@ -95,7 +95,7 @@ class OffloadForecast:
 
     options: ForecastOptions
     machine: Machine
-    placement: Placement
+    placement: StatePlacement
     model: PublicModel
     rule: float  # T* of the rule of thumb
     hidden: Hidden
@@ -151,7 +151,7 @@ def forecast_offload(options: ForecastOptions) -> OffloadForecast:
     model, machine = PUBLIC_MODELS[options.model], _machine(options)
     base = "disk" if machine.has_disk else "host"
     optimizer = base if options.method == "full" else "host"
-    placement = Placement(base=base, optimizer=optimizer, slots=options.slots)  # type: ignore[arg-type]
+    placement = StatePlacement(base=base, optimizer=optimizer, slots=options.slots)  # type: ignore[arg-type]
     budget = Budget(_size(options, "device_memory"), _size(options, "host_memory"))
     bandwidth = min(machine.read or math.inf, machine.to_device)
     active = model.block_parameters(active=True) / model.block_parameters()
@@ -181,7 +181,7 @@ def forecast_offload(options: ForecastOptions) -> OffloadForecast:
     return OffloadForecast(options, machine, placement, model, rule, hidden, chosen, shown)
 
 
-def _workload(options: ForecastOptions, model: PublicModel, tokens: int) -> Workload:
+def _workload(options: ForecastOptions, model: PublicModel, tokens: int) -> OffloadWorkload:
     return model.workload(
         tokens,
         method=options.method,

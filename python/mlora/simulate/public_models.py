@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mlora.offload.planner.workload import Block, Workload
+from mlora.offload.planner.workload import Block, OffloadWorkload
 
 ITEM = 2
 """Bytes of an activation, of a gradient and of a weight that is not quantised: bf16."""
@@ -79,7 +79,7 @@ class PublicModel:
         bytes_per_parameter: float = ITEM,
         adapters: int = 1,
         sequence: int = SEQUENCE,
-    ) -> Workload:
+    ) -> OffloadWorkload:
         """Returns one step over one micro-batch.
 
         A mixture streams all its experts, since a batch of many tokens uses each of them, and computes with
@@ -109,7 +109,7 @@ class PublicModel:
         resident = ITEM * 2 * self.vocabulary * self.hidden
         if not full:
             resident += 2 * ITEM * self.layers * trained
-        return Workload([block] * self.layers + [head], tokens, method=method, resident_bytes=resident)
+        return OffloadWorkload([block] * self.layers + [head], tokens, method=method, resident_bytes=resident)
 
 
 PUBLIC_MODELS = {

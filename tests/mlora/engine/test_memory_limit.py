@@ -5,11 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlora.engine.memory_limit import MIB, Candidate, MemoryLimit
+from mlora.engine.memory_limit import MIB, AdmissionCandidate, MemoryLimit
 from mlora.run.status_publisher import StatusPublisher
 from mlora.scheduler import Admission, MemoryEstimate
 
-ONE = Candidate("a", [80], lambda count: [80] * min(count, 1))
+ONE = AdmissionCandidate("a", [80], lambda count: [80] * min(count, 1))
 
 
 def memory_of(estimate: Any, look: Any = None, base: int = 500 * MIB, earlier: int = 0) -> MemoryLimit:

@@ -12,7 +12,7 @@ from mlora.data.micro_batch import MicroBatch
 from mlora.data.packing import pack
 from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_model import BaseModel
-from mlora.model.cut import Span, cut_model
+from mlora.model.cut import BlockSpan, cut_model
 from mlora.model.load import load_base
 from mlora.objectives.token_losses import Owners, chunked_losses
 from peft import LoraConfig
@@ -185,23 +185,23 @@ def test_an_adapter_on_the_head_belongs_to_the_last_stage() -> None:
 
 
 def test_one_stage_is_the_whole_model() -> None:
-    base = load_base(deep("llama"), CPU, torch.float32, Span(0, 1, 0, BLOCKS))
+    base = load_base(deep("llama"), CPU, torch.float32, BlockSpan(0, 1, 0, BLOCKS))
     assert (base.cut, base.span, base.is_last, base.hidden_size) == (None, None, True, 32)
 
 
 @pytest.mark.parametrize(
     "span",
     [
-        Span(2, 2, 2, 4),
-        Span(0, 2, 1, 2),
-        Span(0, 2, 0, 4),
-        Span(1, 2, 2, 3),
-        Span(1, 3, 2, 2),
-        Span(1, 2, 2, 9),
+        BlockSpan(2, 2, 2, 4),
+        BlockSpan(0, 2, 1, 2),
+        BlockSpan(0, 2, 0, 4),
+        BlockSpan(1, 2, 2, 3),
+        BlockSpan(1, 3, 2, 2),
+        BlockSpan(1, 2, 2, 9),
     ],
     ids=str,
 )
-def test_spans_that_no_stage_can_have(span: Span) -> None:
+def test_spans_that_no_stage_can_have(span: BlockSpan) -> None:
     with pytest.raises(
         ValueError, match=r"^span: stage . of . cannot have blocks . to -?\d: LlamaForCausalLM has 4 blocks"
     ):
@@ -317,14 +317,14 @@ def test_no_list_of_blocks() -> None:
     model = make("llama")
     model.model.layers = torch.nn.ModuleDict({str(i): block for i, block in enumerate(model.model.layers)})
     with pytest.raises(ValueError, match="expected one list of decoder blocks, found none"):
-        cut_model(model, Span(0, 2, 0, 1))
+        cut_model(model, BlockSpan(0, 2, 0, 1))
 
 
 def test_two_lists_of_blocks() -> None:
     model = make("llama")
     model.model.others = copy.deepcopy(model.model.layers)
     with pytest.raises(ValueError, match=r"found model\.layers, model\.others"):
-        cut_model(model, Span(0, 2, 0, 1))
+        cut_model(model, BlockSpan(0, 2, 0, 1))
 
 
 def test_blocks_are_found_without_the_models_word(tmp_path: Path) -> None:
@@ -333,4 +333,4 @@ def test_blocks_are_found_without_the_models_word(tmp_path: Path) -> None:
         MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=VOCABULARY, max_seq_len=64)
     )
     model._no_split_modules = None
-    assert cut_model(model, Span(1, 2, 1, 2)).blocks == "transformer.blocks"
+    assert cut_model(model, BlockSpan(1, 2, 1, 2)).blocks == "transformer.blocks"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from deep_models import CPU, DEEP, deep, spans
-from mlora.model.cut import Span
+from mlora.model.cut import BlockSpan
 from mlora.model.load import load_base, load_stage
 from mlora.model.pretrained import load_whole
 from safetensors.torch import load_file, save_file
@@ -97,9 +97,9 @@ def test_only_the_files_that_hold_a_stages_weights_are_opened(tmp_path: Path) ->
     own = {file for key, file in where.items() if ".layers.1." in key}
     for file in set(where.values()) - own:
         (folder / file).unlink()
-    load_stage(str(folder), Span(1, 3, 1, 2), CPU, torch.float32)
+    load_stage(str(folder), BlockSpan(1, 3, 1, 2), CPU, torch.float32)
     with pytest.raises(ValueError, match=r"^base_model: cannot load .*: the file model-0.* is missing"):
-        load_stage(str(folder), Span(0, 3, 0, 1), CPU, torch.float32)
+        load_stage(str(folder), BlockSpan(0, 3, 0, 1), CPU, torch.float32)
 
 
 def without(folder: Path, key: str) -> None:
@@ -160,13 +160,13 @@ def test_checkpoints_that_no_stage_can_read(change, message: str, tmp_path: Path
     folder = save(make("llama"), tmp_path)
     change(folder)
     with pytest.raises(ValueError, match=f"^base_model: .*{message}.*$") as caught:
-        load_base(folder, CPU, torch.float32, Span(1, 2, 1, 2))
+        load_base(folder, CPU, torch.float32, BlockSpan(1, 2, 1, 2))
     assert "\n" not in str(caught.value)
 
 
 MEASURE = """
 import sys, torch
-from mlora.model.cut import Span
+from mlora.model.cut import BlockSpan
 from mlora.model.pretrained import skeleton
 from mlora.model.load import load_stage
 
@@ -180,7 +180,7 @@ skeleton(folder, torch.float32)
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # the peak begins anew
 before = status("VmRSS")
-span = Span(stage, stages, stage * each, (stage + 1) * each)
+span = BlockSpan(stage, stages, stage * each, (stage + 1) * each)
 model = load_stage(folder, span, torch.device("cpu"), torch.float32).model
 own = sum(p.numel() * p.element_size() for p in model.parameters() if not p.is_meta)
 print(own, status("VmHWM") - before)

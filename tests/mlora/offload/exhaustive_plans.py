@@ -1,9 +1,9 @@
 """An oracle for the planner: the time of every plan at once, written down apart from the planner's code."""
 
 import numpy as np
-from mlora.offload.planner.activation_plan import Choice
+from mlora.offload.planner.activation_plan import ActivationChoice
 from mlora.offload.planner.machine import Budget, Machine
-from mlora.offload.planner.workload import Placement, Workload
+from mlora.offload.planner.workload import OffloadWorkload, StatePlacement
 
 SHAPES: dict[tuple[int, int], np.ndarray] = {}
 
@@ -16,12 +16,14 @@ def assignments(choices: int, blocks: int) -> np.ndarray:
     return SHAPES[choices, blocks]
 
 
-def shortest(machine: Machine, work: Workload, place: Placement, budget: Budget) -> float:
+def shortest(machine: Machine, work: OffloadWorkload, place: StatePlacement, budget: Budget) -> float:
     """Seconds of the fastest plan that fits; lorA with states on the device, or full and active on a disk."""
     tiers = [
-        choice for choice in (Choice.HOST, Choice.DISK) if choice is Choice.DISK or not machine.one_memory
+        choice
+        for choice in (ActivationChoice.HOST, ActivationChoice.DISK)
+        if choice is ActivationChoice.DISK or not machine.one_memory
     ]
-    choices = [Choice.KEEP, Choice.RECOMPUTE, *tiers]
+    choices = [ActivationChoice.KEEP, ActivationChoice.RECOMPUTE, *tiers]
     table = assignments(len(choices), len(work.blocks))
     inner = np.array([block.inner_bytes for block in work.blocks])
     forward = np.array([block.flops for block in work.blocks]) / machine.flops
@@ -29,9 +31,10 @@ def shortest(machine: Machine, work: Workload, place: Placement, budget: Budget)
     again = (table == 1) @ forward
     lies = sum(block.hidden_bytes for block in work.blocks)
     best = np.inf
-    for hidden in (Choice.KEEP, *tiers):
+    for hidden in (ActivationChoice.KEEP, *tiers):
         kept, host, disk = (
-            sums.get(c, 0.0) + (lies if hidden is c else 0.0) for c in (Choice.KEEP, Choice.HOST, Choice.DISK)
+            sums.get(c, 0.0) + (lies if hidden is c else 0.0)
+            for c in (ActivationChoice.KEEP, ActivationChoice.HOST, ActivationChoice.DISK)
         )
         fits = memory(machine, work, place, kept, host, disk, budget)
         if np.any(fits):

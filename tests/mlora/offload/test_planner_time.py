@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from mlora.offload.planner.activation_plan import ActivationPlan, Choice
+from mlora.offload.planner.activation_plan import ActivationChoice, ActivationPlan
 from mlora.offload.planner.iteration_time import IterationTime, iteration_time
 from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.tokens_to_hide import (
@@ -13,21 +13,23 @@ from mlora.offload.planner.tokens_to_hide import (
     tokens_of_passes,
     tokens_to_hide,
 )
-from mlora.offload.planner.workload import Block, Placement, Workload
+from mlora.offload.planner.workload import Block, OffloadWorkload, StatePlacement
 from played_steps import played_stream, played_update
 
 BLOCK = Block(flops=10.0, weight_bytes=4.0, inner_bytes=6.0, hidden_bytes=2.0)
 FULL = replace(BLOCK, trainable=2.0, state_bytes=24.0, gradient_bytes=4.0)
 THREE = Machine(flops=1.0, read=1.0, write=2.0, to_device=4.0, to_host=4.0)
 ONE = Machine(flops=1.0, read=1.0, write=2.0, one_memory=True)
-RESIDENT, STREAMED = Placement(base="device"), Placement(slots=2)
+RESIDENT, STREAMED = StatePlacement(base="device"), StatePlacement(slots=2)
 
 
-def timed(machine: Machine, placement: Placement, *inner: str, hidden: str = "keep", **how) -> IterationTime:
+def timed(
+    machine: Machine, placement: StatePlacement, *inner: str, hidden: str = "keep", **how
+) -> IterationTime:
     """A step of one block for each choice."""
     block = FULL if how.get("method") == "full" else BLOCK
-    plan = ActivationPlan(tuple(Choice(choice) for choice in inner), Choice(hidden))
-    return iteration_time(machine, Workload([block] * len(inner), 1, **how), placement, plan)
+    plan = ActivationPlan(tuple(ActivationChoice(choice) for choice in inner), ActivationChoice(hidden))
+    return iteration_time(machine, OffloadWorkload([block] * len(inner), 1, **how), placement, plan)
 
 
 def test_computation_alone() -> None:
@@ -104,7 +106,7 @@ def test_the_processor_pays_for_bytes_beside_what_it_computes() -> None:
 def test_full_tuning_moves_14_bytes_a_parameter_each_way() -> None:
     """4 blocks of P = 2 parameters: 12 P of states in and out, 2 P of weights in twice and out once, of
     2 blocks in a slot only out."""
-    place = Placement(optimizer="disk", slots=2)
+    place = StatePlacement(optimizer="disk", slots=2)
     found = timed(THREE, place, *["keep"] * 4, method="full")
     weights, states = 4 * 4, 4 * 24
     assert found.moved_bytes == {
@@ -122,7 +124,7 @@ def test_full_tuning_moves_14_bytes_a_parameter_each_way() -> None:
 def test_when_the_optimizer_works() -> None:
     """Read 24 s, update 2 s, write 28 / 2 = 14 s for a block; backward 20 s for each of 4 blocks."""
     machine = replace(THREE, update_seconds=1.0, to_host=math.inf)
-    place = Placement(base="device", optimizer="disk")
+    place = StatePlacement(base="device", optimizer="disk")
     parts = {}
     for update in ("serial", "after", "naive", "active"):
         found = timed(machine, replace(place, update=update), *["keep"] * 4, method="full")
@@ -142,11 +144,11 @@ def test_when_the_optimizer_works() -> None:
 
 def test_an_adapter_moves_only_its_own_states() -> None:
     block = replace(BLOCK, trainable=1.0, state_bytes=12.0, gradient_bytes=2.0)
-    workload = Workload([block] * 4, 1, micro_batches=2)
-    plan = ActivationPlan((Choice.KEEP,) * 4)
-    found = iteration_time(THREE, workload, Placement(base="host", optimizer="disk", slots=2), plan)
+    workload = OffloadWorkload([block] * 4, 1, micro_batches=2)
+    plan = ActivationPlan((ActivationChoice.KEEP,) * 4)
+    found = iteration_time(THREE, workload, StatePlacement(base="host", optimizer="disk", slots=2), plan)
     assert found.moved_bytes == {"read": 48, "written": 48, "to_device": 2 * 16 + 8, "to_host": 8}
-    on_host = iteration_time(THREE, workload, Placement(base="host", optimizer="host", slots=2), plan)
+    on_host = iteration_time(THREE, workload, StatePlacement(base="host", optimizer="host", slots=2), plan)
     assert on_host.moved_bytes["written"] == 0
 
 
@@ -160,10 +162,10 @@ def test_micro_batches_follow_one_another() -> None:
 @pytest.mark.parametrize("read", [0.5, 1.0, 2.0, 5.0])
 def test_a_played_stream_takes_as_long(slots: int, read: float) -> None:
     """The real stream, with a played disk: 12 blocks, forward 1 s, backward 2 s each."""
-    workload = Workload([Block(flops=1, weight_bytes=read)] * 12, 1, backward_ratio=2)
+    workload = OffloadWorkload([Block(flops=1, weight_bytes=read)] * 12, 1, backward_ratio=2)
     machine = Machine(1.0, read=1.0, write=1.0, one_memory=True)
-    plan = ActivationPlan((Choice.KEEP,) * 12)
-    found = iteration_time(machine, workload, Placement(slots=slots), plan)
+    plan = ActivationPlan((ActivationChoice.KEEP,) * 12)
+    found = iteration_time(machine, workload, StatePlacement(slots=slots), plan)
     assert found.seconds == pytest.approx(played_stream(12, slots, read, 1.0, 2.0))
 
 
@@ -172,10 +174,10 @@ def test_a_played_stream_takes_as_long(slots: int, read: float) -> None:
 def test_a_played_update_takes_as_long(backward: float, update: float) -> None:
     """An active update over 16 blocks, states read and written in 1 s each: within 3%."""
     block = Block(flops=backward, trainable=1, state_bytes=1)
-    workload = Workload([block] * 16, 1, method="full", backward_ratio=1)
+    workload = OffloadWorkload([block] * 16, 1, method="full", backward_ratio=1)
     machine = Machine(1.0, read=1.0, write=1.0, one_memory=True, update_seconds=update)
-    plan = ActivationPlan((Choice.KEEP,) * 16)
-    found = iteration_time(machine, workload, Placement(base="device", optimizer="disk"), plan)
+    plan = ActivationPlan((ActivationChoice.KEEP,) * 16)
+    found = iteration_time(machine, workload, StatePlacement(base="device", optimizer="disk"), plan)
     played = played_update(16, backward, 1.0, update, 1.0)
     assert found.backward.seconds + found.optimizer.seconds == pytest.approx(played, rel=0.03)
 
@@ -194,18 +196,20 @@ def test_tokens_of_a_model_are_those_at_which_a_pass_is_bound_by_computation() -
     parameters, slots, count = 1e8, 3, 32
     machine = Machine(165e12, read=7e9, write=7e9, to_device=25e9, to_host=25e9)
 
-    def step(tokens: int) -> Workload:
-        return Workload([Block(flops=2 * parameters * tokens, weight_bytes=2 * parameters)] * count, tokens)
+    def step(tokens: int) -> OffloadWorkload:
+        return OffloadWorkload(
+            [Block(flops=2 * parameters * tokens, weight_bytes=2 * parameters)] * count, tokens
+        )
 
-    hidden = tokens_of_passes(machine, step(100), Placement(slots=slots))
+    hidden = tokens_of_passes(machine, step(100), StatePlacement(slots=slots))
     rule = tokens_to_hide(2, 165e12, 7e9)
     assert hidden.forward == pytest.approx(rule * (count - slots) / count)
-    full = tokens_of_passes(machine, replace(step(100), method="full"), Placement(slots=slots))
+    full = tokens_of_passes(machine, replace(step(100), method="full"), StatePlacement(slots=slots))
     assert (full.forward, full.backward) == (hidden.forward, pytest.approx(hidden.backward / 2))
-    plan = ActivationPlan((Choice.KEEP,) * count)
+    plan = ActivationPlan((ActivationChoice.KEEP,) * count)
     bounds = []
     for factor in (0.9, 1.2):
-        found = iteration_time(machine, step(int(factor * rule)), Placement(slots=slots), plan)
+        found = iteration_time(machine, step(int(factor * rule)), StatePlacement(slots=slots), plan)
         bounds.append((found.forward.bound, found.backward.bound))
     assert bounds == [("read", "read"), ("compute", "compute")]
     assert tokens_of_passes(machine, step(1), RESIDENT) == Hidden(0, 0)
@@ -219,16 +223,16 @@ def test_tokens_of_a_model_are_those_at_which_a_pass_is_bound_by_computation() -
         (lambda: Machine(math.nan), "flops: expected a number of at least 0, got nan"),
         (lambda: Machine(1.0, cores=2, compute_cores=3), "compute_cores: expected at most cores=2, got 3"),
         (lambda: Budget(device=-1), "device: expected a number of at least 0, got -1"),
-        (lambda: Workload([], 1), "blocks: expected at least 1, got none"),
-        (lambda: Workload([BLOCK], 0), "tokens: expected at least 1, got 0"),
-        (lambda: Workload([BLOCK], 1, method="qlora"), "method: expected lora or full, got 'qlora'"),
-        (lambda: Placement(base="tape"), "base: expected one of device, host, disk, got 'tape'"),
+        (lambda: OffloadWorkload([], 1), "blocks: expected at least 1, got none"),
+        (lambda: OffloadWorkload([BLOCK], 0), "tokens: expected at least 1, got 0"),
+        (lambda: OffloadWorkload([BLOCK], 1, method="qlora"), "method: expected lora or full, got 'qlora'"),
+        (lambda: StatePlacement(base="tape"), "base: expected one of device, host, disk, got 'tape'"),
         (
-            lambda: Placement(update="late"),
+            lambda: StatePlacement(update="late"),
             "update: expected one of active, naive, after, serial, got 'late'",
         ),
-        (lambda: Placement(slots=1), "slots: expected at least 2, got 1"),
-        (lambda: ActivationPlan((), Choice.RECOMPUTE), "hidden: expected keep, host or disk"),
+        (lambda: StatePlacement(slots=1), "slots: expected at least 2, got 1"),
+        (lambda: ActivationPlan((), ActivationChoice.RECOMPUTE), "hidden: expected keep, host or disk"),
         (lambda: timed(THREE, RESIDENT, hidden="keep"), "blocks: expected at least 1"),
     ],
 )
@@ -238,6 +242,6 @@ def test_what_is_no_plan_is_refused(make, message: str) -> None:
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
-    plan = ActivationPlan((Choice.KEEP,) * 3)
+    plan = ActivationPlan((ActivationChoice.KEEP,) * 3)
     with pytest.raises(ValueError, match="inner: expected 2 choices, got 3"):
-        iteration_time(THREE, Workload([BLOCK] * 2, 1), RESIDENT, plan)
+        iteration_time(THREE, OffloadWorkload([BLOCK] * 2, 1), RESIDENT, plan)

@@ -2,7 +2,7 @@
 
 import pytest
 from mlora.engine.engine import Engine
-from mlora.optim.groups import Group
+from mlora.optim.groups import ParameterGroup
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig, get_peft_model
 from tiny_models import make
@@ -24,7 +24,7 @@ LORAS = {
 }
 
 
-def groups(engine: Engine, name: str) -> dict[str, Group]:
+def groups(engine: Engine, name: str) -> dict[str, ParameterGroup]:
     """Returns the group of each of an adapter's Parameters, by its key."""
     optimizer = engine._part._optimizers[name]
     return {optimizer.keys[i]: group for group, own in optimizer.groups.items() for i in sorted(own)}
@@ -68,7 +68,11 @@ def test_an_adapters_name_changes_nothing(optim: str) -> None:
         trained[name] = [p.requires_grad for p in parameters.values()]
     assert all(one == found["plain"] for one in found.values())
     assert all(one == trained["plain"] for one in trained.values())
-    assert set(found["plain"]) == {Group(1.0, 0.1), Group(4.0, 0.1), Group(4.0, 0.0)}
+    assert set(found["plain"]) == {
+        ParameterGroup(1.0, 0.1),
+        ParameterGroup(4.0, 0.1),
+        ParameterGroup(4.0, 0.0),
+    }
     assert trained["plain"].count(False) == (2 if optim == "lora_fa" else 0)
 
 

@@ -20,7 +20,7 @@ from mlora.config.config_file import resolve_config
 from mlora.files.checkpoint import list_checkpoints
 from mlora.files.run_folder import read_metrics
 from mlora.queue.requests import change, submit
-from mlora.queue.task_queue import TaskQueue, _Held
+from mlora.queue.task_queue import TaskQueue, _HeldQueue
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
 from queue_runs import THIRD, states, write_task
@@ -93,7 +93,7 @@ def test_views_that_cannot_be_written_do_not_end_a_run(
 ) -> None:
     data = run_data(tiny_base, tmp_path)
     path = tmp_path / "run" / "queue.sqlite"
-    monkeypatch.setattr(TaskQueue, "show", lambda queue, *views: queue._read("{oops", _Held))
+    monkeypatch.setattr(TaskQueue, "show", lambda queue, *views: queue._read("{oops", _HeldQueue))
     asking = Asking()
     assert train(resolve_config(data, folder=tmp_path), reporter=asking).exit_code == 0
     (warning,) = asking.warnings

@@ -15,7 +15,7 @@ from mlora.data.dataset import Sample
 from mlora.data.record import sequence_lengths
 from mlora.data.sampler import BatchPlan
 from mlora.data.token_table import Samples
-from mlora.engine.memory_limit import Candidate
+from mlora.engine.memory_limit import AdmissionCandidate
 from mlora.files.run_folder import RunFolder
 from mlora.objectives.objective import CrossEntropy
 from mlora.queue.task_queue import Request
@@ -81,17 +81,17 @@ class FakeMemory:
     def knows(self, name: str) -> bool:
         return name in self._takes
 
-    def check(self, one: Candidate) -> None:
+    def check(self, one: AdmissionCandidate) -> None:
         if not self.fits(one):
             raise ValueError("is too large")
 
     def look_again(self, tasks: Any) -> None:
         """Nothing grows."""
 
-    def fits_barely(self, one: Candidate) -> bool:
+    def fits_barely(self, one: AdmissionCandidate) -> bool:
         return self.fits(one)
 
-    def fits(self, one: Candidate) -> bool:
+    def fits(self, one: AdmissionCandidate) -> bool:
         return self._takes[one.name] + sum(one.largest) <= FREE
 
     def admitted(self, name: str) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mlora.offload.planner.machine import Machine
-from mlora.offload.planner.workload import Workload
+from mlora.offload.planner.workload import OffloadWorkload
 
 
-class Choice(StrEnum):
+class ActivationChoice(StrEnum):
     """Keep on the device, recompute in backward, or swap to the host or to the disk."""
 
     KEEP = "keep"
@@ -20,7 +20,7 @@ class Choice(StrEnum):
     DISK = "disk"
 
 
-SWAPPED = (Choice.HOST, Choice.DISK)
+SWAPPED = (ActivationChoice.HOST, ActivationChoice.DISK)
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class ActivationPlan:
         ValueError: the hidden states are to be recomputed.
     """
 
-    inner: tuple[Choice, ...]
-    hidden: Choice = Choice.KEEP
+    inner: tuple[ActivationChoice, ...]
+    hidden: ActivationChoice = ActivationChoice.KEEP
 
     def __post_init__(self) -> None:
-        if self.hidden is Choice.RECOMPUTE:
+        if self.hidden is ActivationChoice.RECOMPUTE:
             raise ValueError("hidden: expected keep, host or disk; blocks are recomputed from these states")
 
     def __str__(self) -> str:
         """Returns for example ``keep 4, recompute 28; between blocks: host``."""
         counts = Counter(self.inner)
-        inside = ", ".join(f"{choice} {counts[choice]}" for choice in Choice if counts[choice])
+        inside = ", ".join(f"{choice} {counts[choice]}" for choice in ActivationChoice if counts[choice])
         return f"{inside}; between blocks: {self.hidden}"
 
 
@@ -71,18 +71,18 @@ class Amounts:
         """Bytes that are swapped."""
         return self.host + self.disk
 
-    def plus(self, choice: Choice, size: float, seconds: float = 0.0) -> Amounts:
+    def plus(self, choice: ActivationChoice, size: float, seconds: float = 0.0) -> Amounts:
         """Returns the amounts with activations of `size` bytes, or `seconds` of recomputation, more."""
-        if choice is Choice.KEEP:
+        if choice is ActivationChoice.KEEP:
             return Amounts(self.kept + size, self.recomputed, self.host, self.disk)
-        if choice is Choice.RECOMPUTE:
+        if choice is ActivationChoice.RECOMPUTE:
             return Amounts(self.kept, self.recomputed + seconds, self.host, self.disk)
-        if choice is Choice.HOST:
+        if choice is ActivationChoice.HOST:
             return Amounts(self.kept, self.recomputed, self.host + size, self.disk)
         return Amounts(self.kept, self.recomputed, self.host, self.disk + size)
 
 
-def amounts_of(machine: Machine, workload: Workload, plan: ActivationPlan) -> Amounts:
+def amounts_of(machine: Machine, workload: OffloadWorkload, plan: ActivationPlan) -> Amounts:
     """Returns what a plan adds up to.
 
     Raises:
@@ -99,8 +99,8 @@ def amounts_of(machine: Machine, workload: Workload, plan: ActivationPlan) -> Am
     return found
 
 
-def choices_of(machine: Machine) -> Sequence[Choice]:
+def choices_of(machine: Machine) -> Sequence[ActivationChoice]:
     """Returns what a machine offers; without a second memory, to swap to the host is to keep."""
-    host = () if machine.one_memory else (Choice.HOST,)
-    disk = (Choice.DISK,) if machine.has_disk else ()
-    return (Choice.KEEP, Choice.RECOMPUTE, *host, *disk)
+    host = () if machine.one_memory else (ActivationChoice.HOST,)
+    disk = (ActivationChoice.DISK,) if machine.has_disk else ()
+    return (ActivationChoice.KEEP, ActivationChoice.RECOMPUTE, *host, *disk)

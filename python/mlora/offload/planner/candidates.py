@@ -8,31 +8,31 @@ from dataclasses import dataclass
 
 from mlora.offload.planner.activation_plan import (
     SWAPPED,
+    ActivationChoice,
     ActivationPlan,
     Amounts,
-    Choice,
     amounts_of,
     choices_of,
 )
 from mlora.offload.planner.iteration_time import time_of_amounts
 from mlora.offload.planner.machine import Budget, Machine
-from mlora.offload.planner.memory_need import MemoryNeed, fixed_need, need_of_amounts
+from mlora.offload.planner.memory_need import PlanMemory, fixed_need, need_of_amounts
 from mlora.offload.planner.step_costs import step_costs
-from mlora.offload.planner.workload import Placement, Workload
+from mlora.offload.planner.workload import OffloadWorkload, StatePlacement
 
 NEXT_TO_NOTHING = 1e-6
 """Bytes that stand for any swap: the buffers of a tier are needed as soon as anything is swapped to it."""
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """A plan, what it adds up to, and the seconds of a step; endless if it does not fit into memory."""
 
     plan: ActivationPlan
     amounts: Amounts
     seconds: float
 
-    def beats(self, other: Candidate) -> bool:
+    def beats(self, other: PlanCandidate) -> bool:
         """Whether it is faster, or as fast with fewer bytes on disk, fewer swapped, less recomputed."""
         if not math.isclose(self.seconds, other.seconds, rel_tol=1e-9):
             return self.seconds < other.seconds
@@ -51,7 +51,9 @@ class Problem:
         costs: of a step, whatever the plan.
     """
 
-    def __init__(self, machine: Machine, workload: Workload, placement: Placement, budget: Budget) -> None:
+    def __init__(
+        self, machine: Machine, workload: OffloadWorkload, placement: StatePlacement, budget: Budget
+    ) -> None:
         self.machine, self.workload, self.placement, self.budget = machine, workload, placement, budget
         self.choices = choices_of(machine)
         self.tiers = [choice for choice in self.choices if choice in SWAPPED]
@@ -61,12 +63,12 @@ class Problem:
         self._fixed = fixed_need(machine, workload, placement)
         self._seconds = [block.recomputation(machine) for block in workload.blocks]
 
-    def candidate(self, inner: Sequence[Choice], hidden: Choice) -> Candidate:
+    def candidate(self, inner: Sequence[ActivationChoice], hidden: ActivationChoice) -> PlanCandidate:
         """Returns a plan with its time."""
         plan = ActivationPlan(tuple(inner), hidden)
         return self._timed(plan, amounts_of(self.machine, self.workload, plan))
 
-    def changed(self, old: Candidate, changes: dict[int, Choice]) -> Candidate:
+    def changed(self, old: PlanCandidate, changes: dict[int, ActivationChoice]) -> PlanCandidate:
         """Returns a plan that differs in some blocks."""
         inner, amounts = list(old.plan.inner), old.amounts
         for index, choice in changes.items():
@@ -79,7 +81,7 @@ class Problem:
         """Returns the seconds of a step, in whatever memory."""
         return time_of_amounts(self.costs, amounts).seconds
 
-    def need(self, amounts: Amounts) -> MemoryNeed:
+    def need(self, amounts: Amounts) -> PlanMemory:
         """Returns the memory of a plan that adds up to `amounts`."""
         return need_of_amounts(self._fixed, self.machine, self.workload.in_flight, amounts)
 
@@ -89,8 +91,8 @@ class Problem:
         return self._seconds[index] / size if size else math.inf
 
     def walk(
-        self, hidden: Choice, tiers: Sequence[Choice], *, largest_stay: bool = False
-    ) -> Iterator[Candidate]:
+        self, hidden: ActivationChoice, tiers: Sequence[ActivationChoice], *, largest_stay: bool = False
+    ) -> Iterator[PlanCandidate]:
         """Yields plans in the order of Algorithm 1: each swaps one block more.
 
         Blocks with the highest benefit stay on the device as long as there is room. The next ones are
@@ -103,21 +105,23 @@ class Problem:
             largest_stay: keep the largest blocks first, which may fill the room better.
         """
         aside = Amounts(host=NEXT_TO_NOTHING if tiers else 0.0)
-        if Choice.DISK in tiers:
+        if ActivationChoice.DISK in tiers:
             aside = Amounts(disk=NEXT_TO_NOTHING)
         amounts = aside.plus(hidden, sum(block.hidden_bytes for block in self.workload.blocks))
-        inner = [Choice.RECOMPUTE] * len(self.workload.blocks)
+        inner = [ActivationChoice.RECOMPUTE] * len(self.workload.blocks)
         sizes = [block.inner_bytes for block in self.workload.blocks]
         value = sizes.__getitem__ if largest_stay else self.benefit
         for index in sorted(range(len(inner)), key=lambda each: (-value(each), -each)):
-            amounts = self._taken(inner, index, [Choice.KEEP], amounts)
+            amounts = self._taken(inner, index, [ActivationChoice.KEEP], amounts)
         yield self.candidate(inner, hidden)
-        rest = [index for index, choice in enumerate(inner) if choice is Choice.RECOMPUTE]
+        rest = [index for index, choice in enumerate(inner) if choice is ActivationChoice.RECOMPUTE]
         for index in sorted(rest, key=lambda each: (-self.benefit(each), each)) if tiers else ():
             amounts = self._taken(inner, index, tiers, amounts)
             yield self.candidate(inner, hidden)
 
-    def _taken(self, inner: list[Choice], index: int, choices: Sequence[Choice], amounts: Amounts) -> Amounts:
+    def _taken(
+        self, inner: list[ActivationChoice], index: int, choices: Sequence[ActivationChoice], amounts: Amounts
+    ) -> Amounts:
         """Gives a block the first choice that there is room for, and returns the amounts with it."""
         for choice in choices:
             more = amounts.plus(choice, self.workload.blocks[index].inner_bytes)
@@ -126,6 +130,6 @@ class Problem:
                 return more
         return amounts
 
-    def _timed(self, plan: ActivationPlan, amounts: Amounts) -> Candidate:
+    def _timed(self, plan: ActivationPlan, amounts: Amounts) -> PlanCandidate:
         fits = self.need(amounts).fits(self.budget)
-        return Candidate(plan, amounts, self.seconds(amounts) if fits else math.inf)
+        return PlanCandidate(plan, amounts, self.seconds(amounts) if fits else math.inf)

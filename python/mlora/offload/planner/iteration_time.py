@@ -13,7 +13,7 @@ from mlora.offload.planner.optimizer_time import backward_and_update
 from mlora.offload.planner.pass_time import Bound, PassTime, pass_time
 from mlora.offload.planner.step_costs import StepCosts, step_costs
 from mlora.offload.planner.traffic import swap_in, swap_out
-from mlora.offload.planner.workload import Placement, Workload
+from mlora.offload.planner.workload import OffloadWorkload, StatePlacement
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class IterationTime:
 
 
 def iteration_time(
-    machine: Machine, workload: Workload, placement: Placement, plan: ActivationPlan
+    machine: Machine, workload: OffloadWorkload, placement: StatePlacement, plan: ActivationPlan
 ) -> IterationTime:
     """Predicts an optimizer step.
 

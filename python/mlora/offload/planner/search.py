@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations, product
 
-from mlora.offload.planner.activation_plan import ActivationPlan, Choice
-from mlora.offload.planner.candidates import Candidate, Problem
+from mlora.offload.planner.activation_plan import ActivationChoice, ActivationPlan
+from mlora.offload.planner.candidates import PlanCandidate, Problem
 from mlora.offload.planner.iteration_time import IterationTime, time_of_amounts
 from mlora.offload.planner.machine import Budget, Machine
-from mlora.offload.planner.memory_need import MemoryNeed
-from mlora.offload.planner.workload import Placement, Workload
+from mlora.offload.planner.memory_need import PlanMemory
+from mlora.offload.planner.workload import OffloadWorkload, StatePlacement
 
 PAIRS = 32
 """Up to so many kinds of blocks, two are changed at once."""
 
-ORDER = (Choice.DISK, Choice.HOST, Choice.RECOMPUTE, Choice.KEEP)
+ORDER = (ActivationChoice.DISK, ActivationChoice.HOST, ActivationChoice.RECOMPUTE, ActivationChoice.KEEP)
 """Of equal blocks, the first ones have the longest time between forward and backward."""
 
 STARTS = 6
@@ -41,14 +41,14 @@ class PlannedActivations:
 
     plan: ActivationPlan
     time: IterationTime
-    need: MemoryNeed
+    need: PlanMemory
     case: Case
 
 
 def plan_activations(
     machine: Machine,
-    workload: Workload,
-    placement: Placement,
+    workload: OffloadWorkload,
+    placement: StatePlacement,
     budget: Budget | None = None,
     *,
     hidden_stays: bool = False,
@@ -72,7 +72,7 @@ def plan_activations(
     """
     problem = Problem(machine, workload, placement, budget or Budget())
     tiers = [chosen for count in range(3) for chosen in combinations(problem.tiers, count)]
-    places = (Choice.KEEP,) if hidden_stays else (Choice.KEEP, *problem.tiers)
+    places = (ActivationChoice.KEEP,) if hidden_stays else (ActivationChoice.KEEP, *problem.tiers)
     ways = product(places, tiers, (False, True))
     walks = [list(problem.walk(hidden, used, largest_stay=stay)) for hidden, used, stay in ways]
     starts = {start.plan: start for walk in walks if math.isfinite((start := _best(walk)).seconds)}
@@ -85,7 +85,7 @@ def plan_activations(
     return PlannedActivations(_arranged(problem, best.plan), time, problem.need(best.amounts), case)
 
 
-def _best(candidates: Sequence[Candidate]) -> Candidate:
+def _best(candidates: Sequence[PlanCandidate]) -> PlanCandidate:
     """Returns the fastest plan; of equal ones the first."""
     best = candidates[0]
     for found in candidates:
@@ -94,7 +94,7 @@ def _best(candidates: Sequence[Candidate]) -> Candidate:
     return best
 
 
-def _improved(problem: Problem, best: Candidate) -> Candidate:
+def _improved(problem: Problem, best: PlanCandidate) -> PlanCandidate:
     """Returns the plan after changes of one or two blocks, the best one first, until none helps."""
     while True:
         better = best
@@ -106,9 +106,9 @@ def _improved(problem: Problem, best: Candidate) -> Candidate:
         best = better
 
 
-def _neighbours(problem: Problem, plan: Candidate) -> Iterator[Candidate]:
+def _neighbours(problem: Problem, plan: PlanCandidate) -> Iterator[PlanCandidate]:
     """Yields plans that differ in one block, or in two; one of each kind stands for its equals."""
-    kinds: dict[tuple[int, Choice], int] = {}
+    kinds: dict[tuple[int, ActivationChoice], int] = {}
     for index, (kind, choice) in enumerate(zip(problem.kinds, plan.plan.inner, strict=True)):
         kinds.setdefault((kind, choice), index)
     for index in kinds.values():
@@ -135,19 +135,23 @@ def _arranged(problem: Problem, plan: ActivationPlan) -> ActivationPlan:
     return ActivationPlan(tuple(inner), plan.hidden)
 
 
-def _case(problem: Problem, best: Candidate) -> Case:
+def _case(problem: Problem, best: PlanCandidate) -> Case:
     """Returns why a plan swaps as much as it does."""
     blocks = enumerate(zip(problem.workload.blocks, best.plan.inner, strict=True))
-    left = {index: choice for index, (block, choice) in blocks if block.inner_bytes and choice != Choice.KEEP}
+    left = {
+        index: choice
+        for index, (block, choice) in blocks
+        if block.inner_bytes and choice != ActivationChoice.KEEP
+    }
     if not left:
         return Case.FITS
-    recomputed = [index for index, choice in left.items() if choice is Choice.RECOMPUTE]
+    recomputed = [index for index, choice in left.items() if choice is ActivationChoice.RECOMPUTE]
     if not recomputed:
         return Case.COMPUTE
     for index, tier in product(recomputed, problem.tiers):
         block = problem.workload.blocks[index]
         seconds = block.recomputation(problem.machine)
-        more = best.amounts.plus(Choice.RECOMPUTE, 0.0, -seconds).plus(tier, block.inner_bytes)
+        more = best.amounts.plus(ActivationChoice.RECOMPUTE, 0.0, -seconds).plus(tier, block.inner_bytes)
         if not problem.need(more).fits(problem.budget) and problem.seconds(more) < best.seconds:
             return Case.MEMORY
     return Case.TRANSFER if len(recomputed) == len(left) else Case.INFLECTION
@@ -155,8 +159,8 @@ def _case(problem: Problem, best: Candidate) -> Case:
 
 def _too_small(problem: Problem) -> str:
     """Returns what the smallest plan needs, beside the budget."""
-    inner = [Choice.RECOMPUTE] * len(problem.workload.blocks)
-    plans = [problem.candidate(inner, hidden).amounts for hidden in (Choice.KEEP, *problem.tiers)]
+    inner = [ActivationChoice.RECOMPUTE] * len(problem.workload.blocks)
+    plans = [problem.candidate(inner, hidden).amounts for hidden in (ActivationChoice.KEEP, *problem.tiers)]
     needs = [problem.need(amounts) for amounts in plans]
     device, host = min(need.device for need in needs), min(need.host for need in needs)
     budget = problem.budget

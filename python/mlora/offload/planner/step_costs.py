@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mlora.offload.planner.machine import Machine
 from mlora.offload.planner.traffic import Work, backward_work, forward_work, streamed_blocks, update_work
-from mlora.offload.planner.workload import Placement, Workload
+from mlora.offload.planner.workload import OffloadWorkload, StatePlacement
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class StepCosts:
     """
 
     machine: Machine
-    workload: Workload
-    placement: Placement
+    workload: OffloadWorkload
+    placement: StatePlacement
     forward: Work
     backward: Work
     update: Work
@@ -31,7 +31,7 @@ class StepCosts:
     trained: int
 
 
-def step_costs(machine: Machine, workload: Workload, placement: Placement) -> StepCosts:
+def step_costs(machine: Machine, workload: OffloadWorkload, placement: StatePlacement) -> StepCosts:
     """Returns what a step costs whatever becomes of the activations."""
     parts = machine, workload, placement
     return StepCosts(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlora.offload.planner.machine import Machine
 from mlora.offload.planner.traffic import streamed_blocks, streamed_bytes
-from mlora.offload.planner.workload import Placement, Workload
+from mlora.offload.planner.workload import OffloadWorkload, StatePlacement
 
 
 def tokens_to_hide(
@@ -61,7 +61,7 @@ class Hidden:
         return max(self.forward, self.backward)
 
 
-def tokens_of_passes(machine: Machine, workload: Workload, placement: Placement) -> Hidden:
+def tokens_of_passes(machine: Machine, workload: OffloadWorkload, placement: StatePlacement) -> Hidden:
     """Returns T* of each pass for a whole model, from its blocks.
 
     The blocks' figures are those of `workload.tokens` tokens, and their computation grows with the tokens.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mlora.offload.planner.activation_plan import Amounts
 from mlora.offload.planner.machine import Machine
-from mlora.offload.planner.workload import Block, Placement, Workload
+from mlora.offload.planner.workload import Block, OffloadWorkload, StatePlacement
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Work:
         return Work(*(count * getattr(self, name) for name in self.__dataclass_fields__))
 
 
-def forward_work(machine: Machine, workload: Workload, placement: Placement) -> Work:
+def forward_work(machine: Machine, workload: OffloadWorkload, placement: StatePlacement) -> Work:
     """Returns the work of one micro-batch's forward pass, without swaps.
 
     Blocks that stayed in the slots at the end of the backward pass, the first ones, are not read: an update
@@ -56,7 +56,7 @@ def forward_work(machine: Machine, workload: Workload, placement: Placement) -> 
     )
 
 
-def backward_work(machine: Machine, workload: Workload, placement: Placement) -> Work:
+def backward_work(machine: Machine, workload: OffloadWorkload, placement: StatePlacement) -> Work:
     """Returns the work of one micro-batch's backward pass, without swaps, recomputation and optimizer.
 
     The last blocks of the forward pass stayed, so they are not read. A block is recomputed while its weights
@@ -91,7 +91,7 @@ def swap_in(machine: Machine, amounts: Amounts) -> Work:
     return Work(amounts.recomputed, amounts.disk, to_device=to_device)
 
 
-def update_work(machine: Machine, workload: Workload, placement: Placement) -> Work:
+def update_work(machine: Machine, workload: OffloadWorkload, placement: StatePlacement) -> Work:
     """Returns the work of the optimizer in one step, by the processor.
 
     It reads and writes the states. In full tuning it writes the weights' 16-bit copies too, to their home. An
@@ -112,7 +112,7 @@ def update_work(machine: Machine, workload: Workload, placement: Placement) -> W
     )
 
 
-def streamed_blocks(machine: Machine, workload: Workload, placement: Placement) -> list[Block]:
+def streamed_blocks(machine: Machine, workload: OffloadWorkload, placement: StatePlacement) -> list[Block]:
     """Returns the blocks of which the weights pass through slots, in the order of a forward pass."""
     return [block for block in workload.blocks if block.weight_bytes and placement.streams(machine)]
 

@@ -10,7 +10,7 @@ from mlora.offload.planner.machine import Machine
 
 Place = Literal["device", "host", "disk"]
 Update = Literal["active", "naive", "after", "serial"]
-"""When the optimizer works: see `Placement`."""
+"""When the optimizer works: see `StatePlacement`."""
 
 BACKWARD_OVER_FORWARD = {"lora": 1.0, "full": 2.0}
 """FLOPs of a backward pass, relative to the forward pass: a frozen base has no weight gradients."""
@@ -57,7 +57,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Workload:
+class OffloadWorkload:
     """One optimizer step of a model.
 
     Attributes:
@@ -105,7 +105,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Placement:
+class StatePlacement:
     """Where weights and optimizer states live, and when the optimizer works.
 
     Attributes:
