@@ -8,7 +8,7 @@
 # make docs:       the documentation's site in build/site, in an environment of its own
 # make wheels:     the source archive and a wheel for this Python in dist/; WHEELS="--python python3.12" for others
 # make gpu-kit:    all that a machine with a GPU and no network needs, in .gpu; KIT="--python python3.12" for its Python
-# make soak:       long randomised runs; the log is kept in docs/soak.md
+# make soak:       long randomised runs; the log is kept in docs/dev/soak.md
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.ready

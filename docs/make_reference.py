@@ -279,7 +279,7 @@ def _command(name: str, command: Any) -> str:
     usage = " ".join([name, *(["[OPTIONS]"] if options else []), *(str(each.metavar) for each in arguments)])
     text = f"## {name}\n\n{plain(_help(command))}\n\n```\n{usage}\n```\n\n"
     if name == "mlora bench":
-        return text + "Its words are those of the suite: [bench.md](../bench.md).\n\n"
+        return text + "Its words are those of the suite: [bench.md](../dev/bench.md).\n\n"
     rows = [
         (f"`{each.metavar}`", plain(each.help or ""), "required" if each.required else "")
         for each in arguments

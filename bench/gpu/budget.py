@@ -1,7 +1,7 @@
 """What the `cuda` backend's launches must cost on an H200: bytes from shapes, instructions from machine code.
 
 A launch takes as long as its bytes or its instructions need, whichever is more, and a gap. What that leaves
-out was seen on an H100 (docs/gpu.md): the fixed work of programs that are many and short. Bytes are those
+out was seen on an H100 (docs/dev/gpu.md): the fixed work of programs that are many and short. Bytes are those
 that must come from memory or go there once; `tests/cuda/test_gpu_budget.py` compares them with what kernels
 read and write in the emulator.
 

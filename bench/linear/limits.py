@@ -4,7 +4,7 @@ Letters: T rows, D = d_in, O = d_out; adapter i has T_i rows and rank r_i.
 
 Bytes are those of kernels beside the base GEMM: each tensor that an operator needs is read or written once
 by it. That the base GEMM then reads y and dx once more, to add to them, is not counted: on an H100 it takes
-no longer for it (docs/gpu.md). A kernel that reads x inside the base GEMM would move less; nothing here
+no longer for it (docs/dev/gpu.md). A kernel that reads x inside the base GEMM would move less; nothing here
 assumes one.
 """
 

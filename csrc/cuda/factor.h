@@ -1,4 +1,4 @@
-// Where the factors F [r, d] of the adapters and their gradients lie, as docs/gpu.md lays it down.
+// Where the factors F [r, d] of the adapters and their gradients lie, as docs/dev/gpu.md lays it down.
 #pragma once
 
 #include "cuda/host_device.h"

@@ -1,4 +1,4 @@
-// Which program serves which rows, as docs/gpu.md lays it down.
+// Which program serves which rows, as docs/dev/gpu.md lays it down.
 //
 // Letters: T rows, N adapters, S segments, K tiles, M splits.
 #pragma once

@@ -31,7 +31,7 @@ class Factors:
 
     Attributes:
         matrices: one per adapter and layer; they must live until the launches that read them are enqueued.
-        table: `[L · N, 8]` int64 on their device; columns: docs/gpu.md, "Factors".
+        table: `[L · N, 8]` int64 on their device; columns: docs/dev/gpu.md, "Factors".
         width: d, of the first layer.
         max_rank: R.
         rows_dense: whether every column stride, also of the gradients, is 1.

@@ -66,7 +66,7 @@ class PlanSizes:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The plan's int32 tables on the device, `[*, 4]` each; docs/gpu.md gives their columns.
+    """The plan's int32 tables on the device, `[*, 4]` each; docs/dev/gpu.md gives their columns.
 
     Attributes:
         sizes: of the tables.

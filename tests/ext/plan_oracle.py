@@ -1,4 +1,4 @@
-"""The tile plan, in plain Python: docs/gpu.md read aloud."""
+"""The tile plan, in plain Python: docs/dev/gpu.md read aloud."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The backend `triton`: one layer a call, a launch at a time, in the order of docs/gpu.md.
+"""The backend `triton`: one layer a call, a launch at a time, in the order of docs/dev/gpu.md.
 
 The low-rank part is written first and the frozen product adds to it. Nothing here grows with the adapters.
 Letters: T rows, D = d_in, O = d_out, R largest rank, N adapters.

@@ -1,4 +1,4 @@
-"""The plan of a batch, made on the host: docs/gpu.md gives its tables."""
+"""The plan of a batch, made on the host: docs/dev/gpu.md gives its tables."""
 
 from __future__ import annotations
 
