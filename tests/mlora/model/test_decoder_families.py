@@ -42,9 +42,15 @@ def test_a_decoder_is_taken_or_refused_by_name(family: Family) -> None:
     assert family.kind in str(error.value)
 
 
-def test_the_page_of_models_names_each_decoder_once() -> None:
+def test_the_page_of_models_says_of_each_decoder_whether_it_is_taken() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     part = page.partition("## In `mlora train`")[2].partition("\n## ")[0]
-    named = re.findall(r"`(\w+(?:ForCausalLM|LMHeadModel))`", part)
-    assert sorted(named) == sorted(family.kind for family in DECODERS)
+    named = re.findall(r"^\| `(\w+)` \| (yes|no \([a-d]\)) \|", part, re.MULTILINE)
+    why = dict(zip(REFUSED, "abcd", strict=True))
+    expected = [
+        (family.kind, f"no ({why[REASON[family.kind]]})" if family.kind in REASON else "yes")
+        for family in DECODERS
+    ]
+    assert named == expected
+    assert all(f"- ({letter}) {reason}\n" in page for reason, letter in why.items())
     assert f"{len(DECODERS) - len(REASON)} of {len(DECODERS)}" in part
