@@ -316,10 +316,10 @@ What you can rely on from Python. Other modules may move. On the documentation's
 
 """
 PACKAGES = {
-    "mlora_ext": ("Adapters in a model of your own ([drop-in.md](../drop-in.md)).", "*"),
-    "mlora": ("Runs and the engine ([training.md](../training.md), [engine.md](../engine.md)).", "*"),
+    "mlora_ext": ("Adapters in a model of your own ([own-loop.md](../own-loop.md)).", "*"),
+    "mlora": ("Runs and the engine ([training.md](../training.md), [own-loop.md](../own-loop.md#the-engine)).", "*"),
     "mlora.run.run": (
-        "A run goes on, with callbacks from Python ([tracking.md](../tracking.md#resumes)).",
+        "A run goes on, with callbacks from Python ([runs.md](../runs.md#resumes)).",
         "resume",
     ),
     "mlora.offload": (

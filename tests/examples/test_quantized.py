@@ -35,7 +35,7 @@ def test_it_trains_over_four_bits(tmp_path: Path) -> None:
 
 
 def test_loftq_begins_nearer_to_the_original_model() -> None:
-    """On the task of one of its adapters; `docs/initialisations.md` has the numbers of other ranks."""
+    """On the task of one of its adapters; `docs/adapters.md` has the numbers of other ranks."""
     base = EXAMPLE.parent / "tiny-base"
     lines = [json.loads(line) for line in (EXAMPLE.parent / "data/sums-held-out.jsonl").open()][:50]
     batch = AutoTokenizer.from_pretrained(base, padding_side="right")(

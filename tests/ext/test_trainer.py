@@ -138,7 +138,7 @@ def test_the_masks_of_a_resumed_run_need_the_step(tmp_path: Path) -> None:
 
 
 def test_trainers_own_loss_weighs_each_adapter_by_its_share_of_the_tokens(tmp_path: Path) -> None:
-    """What docs/trainer.md says of it."""
+    """What docs/own-loop.md says of it."""
     trainer = trainer_of(llama(), arguments(tmp_path))
     model = trainer.model.eval()
     batch = collate(rows(4, ("a", "a", "a", "b")))

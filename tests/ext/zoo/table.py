@@ -55,8 +55,8 @@ TRAINED = """## In `mlora train`
 
 `mlora train` and `Engine` pack the rows of all samples behind each other. When a model is loaded, they
 check that packed rows give the model's own logits. {taken} of {all} classes of decoders pass, tried as
-small models with random weights. [Classifiers and taggers](heads.md) over them work, too. Train other
-kinds of models in your own loop. `tests/mlora/model/test_decoder_families.py` checks this column.
+small models with random weights. [Classifiers and taggers](adapters.md#heads) over them work, too. Train
+other kinds of models in your own loop. `tests/mlora/model/test_decoder_families.py` checks this column.
 
 """
 

@@ -183,7 +183,7 @@ def test_a_card_of_a_merged_model_names_transformers() -> None:
 def test_a_portable_folder_has_one_rank_and_the_same_logits(
     zoo: Path, base: Path, tmp_path: Path, name: str, rank: int, filled: set[str]
 ) -> None:
-    """By what the servers read: vLLM 0.33.0 and SGLang 0.5.23; `docs/serving.md` names their files."""
+    """By what the servers read: vLLM 0.33.0 and SGLang 0.5.23; `docs/runs.md` names their files."""
     out = export_adapter(zoo, name, portable=True, output=tmp_path / "out").folder
     config = json.loads((out / "adapter_config.json").read_text())
     state = load_file(out / "adapter_model.safetensors")
