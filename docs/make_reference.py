@@ -317,7 +317,10 @@ What you can rely on from Python. Other modules may move. On the documentation's
 """
 PACKAGES = {
     "mlora_ext": ("Adapters in a model of your own ([own-loop.md](../own-loop.md)).", "*"),
-    "mlora": ("Runs and the engine ([training.md](../training.md), [own-loop.md](../own-loop.md#the-engine)).", "*"),
+    "mlora": (
+        "Runs and the engine ([training.md](../training.md), [own-loop.md](../own-loop.md#the-engine)).",
+        "*",
+    ),
     "mlora.run.run": (
         "A run goes on, with callbacks from Python ([runs.md](../runs.md#resumes)).",
         "resume",

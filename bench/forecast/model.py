@@ -1,6 +1,6 @@
 """What a stage of a Llama needs, counted: seconds, bytes to the next stage, bytes of memory.
 
-Nothing is measured here: the speeds and the ratios of backward to forward are assumptions (docs/dev/scale.md).
+Nothing is measured here: speeds and the ratios of backward to forward are assumptions (docs/dev/scale.md).
 """
 
 from __future__ import annotations
