@@ -49,7 +49,7 @@ def draw(out: Path, ink: str, grid: str) -> None:
             left.text(
                 place + shift,
                 line["ratio"] + 0.05,
-                f"{line['ratio']:.2f}\N{MULTIPLICATION SIGN}\",
+                f"{line['ratio']:.2f}\N{MULTIPLICATION SIGN}",
                 ha="center",
                 size=9,
                 weight="bold",
