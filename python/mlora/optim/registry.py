@@ -12,6 +12,8 @@ from typing import Any
 Kind = type[Any]
 """A subclass of `mlora.optim.optimizer.Optimizer`."""
 
+TORCH = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+"""Optimizers of `torch.optim` that step each weight by itself, with a state of tensors."""
 _OPTIMIZERS: dict[str, str | Kind] = {
     "adamw_torch": "mlora.optim.adamw:AdamW",
     "adamw_torch_fused": "mlora.optim.adamw:FusedAdamW",
@@ -27,6 +29,7 @@ _OPTIMIZERS: dict[str, str | Kind] = {
     "paged_lion_8bit": "mlora.optim.bitsandbytes_kernels:PagedLion8bit",
     "lora_fa": "mlora.optim.lora_fa:LoraFA",
     "sgd": "mlora.optim.sgd:Sgd",
+    **{f"torch.optim.{name}": f"mlora.optim.torch_optimizer:{name}" for name in TORCH},
 }
 
 
