@@ -96,7 +96,7 @@ class TrainingFields(Strict):
     )
     optim: str = Field(
         default="adamw_torch_fused",
-        description="Optimizer, by its name in Transformers; `lora_fa` is PEFT's.",
+        description="Optimizer, by its name in Transformers or `torch.optim`; `lora_fa` is PEFT's.",
     )
     loraplus_lr_ratio: float | None = Field(
         default=None,
