@@ -155,7 +155,8 @@ def test_hub_id_stays_as_it_is(tmp_path: Path, base: dict) -> None:
         (
             "defaults.optim",
             "best",
-            f"defaults.optim: must be one of {', '.join(optimizer_names()[:-1])} or {optimizer_names()[-1]}, got 'best'",
+            f"defaults.optim: must be one of {', '.join(optimizer_names()[:-1])} "
+            f"or {optimizer_names()[-1]}, got 'best'",
         ),
         (
             "defaults.save_steps",
