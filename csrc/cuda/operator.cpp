@@ -1,5 +1,5 @@
-// The operator of docs/dev/gpu.md: one call per direction, for one layer or several that share x. It makes the
-// memory, launches the kernels and calls the frozen products.
+// The operator of docs/dev/gpu.md: one call per direction, for one layer or several that share x. It makes
+// the memory, launches the kernels and calls the frozen products.
 //
 // Letters: T rows, D = d_in, O = d_out, N adapters, R largest rank, L layers that share x.
 #include "cuda/beside.h"
