@@ -13,7 +13,7 @@ from torch import Tensor
 from mlora.optim.optimizer import Optimizer, Shapes, elements
 
 
-class TorchOptimizer(Optimizer):
+class NamedTorchOptimizer(Optimizer):
     """Runs torch's own step.
 
     `adam_beta1`, `adam_beta2`, `adam_epsilon` and `weight_decay` are passed where torch's class takes them.
@@ -101,4 +101,4 @@ def __getattr__(name: str) -> Any:
     kind = getattr(torch.optim, name, None)
     if not isinstance(kind, type):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return type(name, (TorchOptimizer,), {"kind": kind, "__doc__": f"`torch.optim.{name}`."})
+    return type(name, (NamedTorchOptimizer,), {"kind": kind, "__doc__": f"`torch.optim.{name}`."})
