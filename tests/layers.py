@@ -1,4 +1,4 @@
-"""Print the layers of `python/mlora`, the imports between its folders, and any import that is not allowed.
+"""Print the layers of both packages, the imports between their folders, and any import that is not allowed.
 
 Run it as ``python tests/layers.py``. The exit code is 1 when an import runs upwards or in a circle.
 """
@@ -8,26 +8,61 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MLORA = ROOT / "python" / "mlora"
 
-# Top to bottom. A folder imports only from folders below it; folders on one line do not import each other.
-LAYERS: list[tuple[str, ...]] = [
-    ("cli",),
-    ("run", "report"),
-    ("sweep",),
-    ("queue", "simulate"),
-    ("planning", "files"),
-    ("engine", "tasks"),
-    ("data", "pipeline"),
-    ("model", "cluster"),
-    ("config", "scheduler"),
-    ("memory", "objectives", "offload", "optim"),
-]
-# Modules beside the folders: some lie below all of them, the entry points above all of them.
-BELOW_ALL, ABOVE_ALL = ("errors", "durable", "records", "regular_files"), ("", "__main__")
+
+@dataclass(frozen=True)
+class Package:
+    """A package whose folders form layers. Modules beside the folders lie below or above all of them.
+
+    Attributes:
+        path: of the package.
+        layers: top to bottom. A folder imports only from folders below it; folders on one line do not import
+            each other.
+        below: modules below all folders.
+        above: the entry points.
+    """
+
+    path: Path
+    layers: tuple[tuple[str, ...], ...]
+    below: tuple[str, ...]
+    above: tuple[str, ...] = ("", "__main__")
+
+
+MLORA = Package(
+    ROOT / "python" / "mlora",
+    (
+        ("cli",),
+        ("run", "report"),
+        ("sweep",),
+        ("queue", "simulate"),
+        ("planning", "files"),
+        ("engine", "tasks"),
+        ("data", "pipeline"),
+        ("model", "cluster"),
+        ("config", "scheduler"),
+        ("memory", "objectives", "offload", "optim"),
+    ),
+    ("errors", "durable", "records", "regular_files"),
+)
+EXT = Package(
+    ROOT / "mlora_ext",
+    (
+        ("convert",),
+        ("interop", "start"),
+        ("targets",),
+        ("layers",),
+        ("routing",),
+        ("adapters",),
+        ("ops",),
+        ("backends",),
+        ("frozen",),
+    ),
+    ("library", "never_compiled", "once_differentiable", "out_of_memory", "upload", "warn_caller"),
+)
 
 
 def python_files(package: Path) -> list[Path]:
@@ -70,7 +105,7 @@ def module_imports(files: list[Path], root: Path) -> dict[str, set[str]]:
 
 
 def folder_imports(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """Returns, for each folder of `mlora`, which other folders it imports from."""
+    """Returns, for each folder of a package, which other folders it imports from."""
     arrows: dict[str, set[str]] = {}
     for module, others in imports.items():
         mine = arrows.setdefault(folder_of(module), set())
@@ -79,7 +114,7 @@ def folder_imports(imports: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 
 def folder_of(module: str) -> str:
-    """Returns the folder of `mlora` in which a module lies; of one beside the folders, its own name."""
+    """Returns the folder of its package in which a module lies; of one beside the folders, its own name."""
     return module.split(".")[1] if "." in module else ""
 
 
@@ -94,44 +129,58 @@ def circle(arrows: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
-def floor_of(folder: str) -> int:
-    """Returns a folder's floor: 0 for what lies below all, len(LAYERS) for `cli`.
+def floor_of(folder: str, package: Package = MLORA) -> int:
+    """Returns a folder's floor: 0 for what lies below all, the number of layers for the topmost folders.
 
     Raises:
         ValueError: the folder stands in no layer.
     """
-    if folder in BELOW_ALL:
+    if folder in package.below:
         return 0
-    if folder in ABOVE_ALL:
-        return len(LAYERS) + 1
-    for index, folders in enumerate(LAYERS):
+    if folder in package.above:
+        return len(package.layers) + 1
+    for index, folders in enumerate(package.layers):
         if folder in folders:
-            return len(LAYERS) - index
-    raise ValueError(f"python/mlora/{folder} stands in no layer; add it to LAYERS in tests/layers.py")
+            return len(package.layers) - index
+    where = package.path.relative_to(ROOT) / folder
+    raise ValueError(f"{where} stands in no layer; add it to tests/layers.py")
 
 
-def upward_imports(arrows: Mapping[str, set[str]]) -> list[str]:
+def upward_imports(arrows: Mapping[str, set[str]], package: Package = MLORA) -> list[str]:
     """Returns each import that does not run down, as a line."""
     return [
-        f"{folder or 'mlora'} imports {other}, which does not lie below it"
+        f"{folder or package.path.name} imports {other}, which does not lie below it"
         for folder, others in sorted(arrows.items())
         for other in sorted(others)
-        if floor_of(other) >= floor_of(folder)
+        if floor_of(other, package) >= floor_of(folder, package)
     ]
+
+
+def arrows_of(package: Package) -> dict[str, set[str]]:
+    """Returns what each folder of a package imports from."""
+    return folder_imports(module_imports(python_files(package.path), package.path.parent))
+
+
+def inside(arrows: Mapping[str, set[str]], package: Package) -> int:
+    """Returns the number of arrows between folders."""
+    return sum(
+        len(others - set(package.below)) for folder, others in arrows.items() if folder not in package.above
+    )
 
 
 def main() -> int:
     """Prints the layers and the arrows between them; returns the exit code."""
-    files = python_files(MLORA)
-    arrows = folder_imports(module_imports(files, MLORA.parent))
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-    for index, folders in enumerate(LAYERS):
-        for folder in folders:
-            below = ", ".join(sorted(arrows[folder] - set(BELOW_ALL)))
-            print(f"{len(LAYERS) - index:3}  {folder:11} {below}")
-    inside = sum(len(others - set(BELOW_ALL)) for folder, others in arrows.items() if folder not in ABOVE_ALL)
-    faults = upward_imports(arrows)
-    print(f"{len(LAYERS)} floors, {inside} arrows between folders, {lines} lines in {len(files)} files")
+    faults = []
+    for package in (MLORA, EXT):
+        files, arrows = python_files(package.path), arrows_of(package)
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+        print(package.path.name)
+        for folder in (folder for folders in package.layers for folder in folders):
+            others = ", ".join(sorted(arrows[folder] - set(package.below)))
+            print(f"{floor_of(folder, package):3}  {folder:11} {others}")
+        floors, between = len(package.layers), inside(arrows, package)
+        print(f"{floors} floors, {between} arrows between folders, {lines} lines in {len(files)} files")
+        faults += upward_imports(arrows, package)
     for line in faults:
         print(line, file=sys.stderr)
     return 1 if faults else 0

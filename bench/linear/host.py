@@ -44,7 +44,7 @@ from torch import Tensor, nn
 import mlora_ext as mx
 from mlora_ext.backends import selection
 from mlora_ext.backends.selection import Backend
-from mlora_ext.nn.routing.router import router_of
+from mlora_ext.routing.router import router_of
 
 LAYERS, WIDTH, RANK = 32 * 7, 64, 8
 COUNTS = (1, 8, 64)

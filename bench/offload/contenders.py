@@ -18,7 +18,7 @@ from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
 from torch import Tensor
 
-from mlora_ext.nn import MultiLoRALinear
+from mlora_ext import MultiLoRALinear
 from offload.base import DTYPE
 
 ALL_LINEAR = "all-linear"

@@ -17,6 +17,8 @@ from .plan import Plan, PlanSizes
 
 PLAN = ("segments", "scaling", "dropout_p", "dropout_rng", "layer")
 """Names of a plan's tensors, in the order of the operators' arguments; see docs/design.md."""
+PHILOX_ROUNDS = 7
+"""Of Philox4x32, which draws dropout masks: the fewest that pass all tests of BigCrush."""
 PlanTensors = tuple[Tensor | None, ...]
 Wanted = tuple[bool, bool, bool]
 """Whether dx, dA and dB are wanted."""

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..backends.interface import PHILOX_ROUNDS
 from ..upload import once_per_stream, to_device
 
-ROUNDS = 7
-"""Of Philox4x32: the fewest that pass all tests of BigCrush."""
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
@@ -42,7 +41,7 @@ def philox(
         *(torch.as_tensor(c, dtype=torch.int64, device=device) & _MASK for c in counter)
     )
     k0, k1 = key
-    for _ in range(ROUNDS):
+    for _ in range(PHILOX_ROUNDS):
         # int64 products wrap modulo 2^64; the mask makes the arithmetic shift a logical one.
         low, high = c0 * _M0, c2 * _M1
         c0, c1, c2, c3 = (

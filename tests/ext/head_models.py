@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import mlora_ext as mx
-from mlora_ext.nn.interop.peft_folder import adapter_state
+from mlora_ext.interop.peft_folder import adapter_state
 
 VOCABULARY, LABELS, LENGTH = 61, 3, 7
 TIED_HEAD = "base_model.model.lm_head.weight"

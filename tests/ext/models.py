@@ -12,10 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import mlora_ext as mx
-from mlora_ext.nn.adapter_layer import AdapterLayer
-from mlora_ext.nn.adapter_weights import adapter_layers
-from mlora_ext.nn.over_module import RowSource
-from mlora_ext.nn.trained.copies import TrainedCopies
+from mlora_ext.layers.adapter_layer import AdapterLayer
+from mlora_ext.layers.adapter_weights import adapter_layers
+from mlora_ext.layers.copies import TrainedCopies
+from mlora_ext.layers.over_module import RowSource
 
 VOCABULARY = 61
 NAMES = ["a", "b", "__base__", "a"]

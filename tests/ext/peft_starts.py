@@ -16,9 +16,9 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.loraga import preprocess_loraga
 from torch import nn
 
-from mlora_ext.nn.add_remove import named_seed
-from mlora_ext.nn.start.statistics import signs_of
-from mlora_ext.nn.targets import target_layers
+from mlora_ext.start.statistics import signs_of
+from mlora_ext.targets.add_remove import named_seed
+from mlora_ext.targets.find import target_layers
 
 SEED = 5
 STARTS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from torch import nn
 
 import mlora_ext as mx
-from mlora_ext.nn import AdapterBank
+from mlora_ext.layers.bank import AdapterBank
 
 
 def bank(transposed: bool = False, **ranks: int) -> AdapterBank:

@@ -213,7 +213,7 @@ def test_what_may_change_before_a_recomputation(reentrant: bool) -> None:
 def test_adapters_switched_off_before_a_part_is_recomputed() -> None:
     model, x = converted(a=LoraConfig(target_modules=["q_proj"])), torch.randn(3, 32, requires_grad=True)
     layer = model.model.layers[0].self_attn.q_proj
-    for context_fn in (noop_context_fn, mx.nn.checkpoint_contexts(model)):
+    for context_fn in (noop_context_fn, mx.checkpoint_contexts(model)):
         loss = checkpoint(layer, x, use_reentrant=False, context_fn=context_fn).sum()
         with mx.disable_adapter(model), pytest.raises(RuntimeError, match="other adapters have been set"):
             loss.backward()

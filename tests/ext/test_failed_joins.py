@@ -9,9 +9,9 @@ from models import token_ids
 from peft import LoraConfig
 
 import mlora_ext as mx
-from mlora_ext.nn.adapter_layer import AdapterLayer
-from mlora_ext.nn.adapter_weights import adapter_layers
-from mlora_ext.nn.trained import copies
+from mlora_ext.layers import copies
+from mlora_ext.layers.adapter_layer import AdapterLayer
+from mlora_ext.layers.adapter_weights import adapter_layers
 from tests.mixtures import mixture
 
 CONFIGS: dict[str, tuple[Any, LoraConfig]] = {

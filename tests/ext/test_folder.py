@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tolerances import assert_same_up_to_rounding
 
 import mlora_ext as mx
-from mlora_ext.nn.interop import peft_folder as folder
+from mlora_ext.interop import peft_folder as folder
 
 FIELDS = {
     "names": {"target_modules": ["q_proj", "v_proj"]},

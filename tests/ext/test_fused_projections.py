@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mlora_ext as mx
 from mlora_ext.backends.selection import gpu_operator
-from mlora_ext.nn import fused_projections as module
-from mlora_ext.nn.linear import MultiLoRALinear
+from mlora_ext.layers import fused_projections as module
+from mlora_ext.layers.linear import MultiLoRALinear
 
 GPU_BACKENDS = [backend for backend in BACKENDS if "cuda" in str(backend)]
 """Only `cuda` serves several layers in one call."""
@@ -152,7 +152,7 @@ def test_checkpointed_layers_that_see_another_x(turn: int) -> None:
             if how == "plain":
                 y = attend(attention, x, memory)
             else:
-                context = mx.nn.checkpoint_contexts(model)
+                context = mx.checkpoint_contexts(model)
                 y = checkpoint(attend, attention, x, memory, use_reentrant=False, context_fn=context)
         y.square().sum().backward()
         found.append({"x": x.grad} | gradients(model))

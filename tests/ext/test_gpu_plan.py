@@ -15,7 +15,7 @@ import mlora_ext as mx
 from mlora_ext.backends.factors import factors_of, own_gradients
 from mlora_ext.backends.plan import Plan, PlanCache, PlanSizes
 from mlora_ext.backends.selection import gpu_operator
-from mlora_ext.nn.routing.route import RouteTensors
+from mlora_ext.routing.route import RouteTensors
 from mlora_ext.upload import once_per_stream, to_device
 
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]

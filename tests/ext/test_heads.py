@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaForSequenceClassification, Trainer, TrainingArguments
 
 import mlora_ext as mx
-from mlora_ext.nn.interop.peft_folder import WEIGHTS, adapter_state
+from mlora_ext.interop.peft_folder import WEIGHTS, adapter_state
 
 EVERY_DAY = [
     "SEQ_CLS",

@@ -17,8 +17,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import mlora_ext as mx
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.weight import FrozenWeight
-from mlora_ext.nn.bank import AdapterBank
-from mlora_ext.nn.linear import MultiLoRALinear
+from mlora_ext.layers.bank import AdapterBank
+from mlora_ext.layers.linear import MultiLoRALinear
 from mlora_ext.ops.functional import lora_linear_held
 from mlora_ext.ops.held import HeldAdapters, UpdateCounts, hold
 

@@ -30,7 +30,7 @@ import torchao.quantization as ao
 from peft.tuners.lora import Linear4bit
 
 import mlora_ext as mx
-from mlora_ext.nn.start.statistics import signs_of
+from mlora_ext.start.statistics import signs_of
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 TOLERANCE = 1e-4

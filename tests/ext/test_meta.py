@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import mlora_ext as mx
+from mlora_ext import MultiLoRALinear
 from mlora_ext.frozen.packed import PackedWeight, packs
-from mlora_ext.nn import MultiLoRALinear
-from mlora_ext.nn.interop.peft_folder import adapter_state
+from mlora_ext.interop.peft_folder import adapter_state
 
 
 def parts(base: nn.Module) -> list[nn.Module]:

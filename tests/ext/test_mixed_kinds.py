@@ -256,7 +256,7 @@ def test_other_ways_to_the_same_numbers(way: str) -> None:
     x = torch.randn(sum(LENGTHS), 20)
     expected = results(model, model, x)
     if way == "packed":
-        mx.nn.pack_base(model)
+        mx.pack_base(model)
     elif way == "held":
         hold_gradients(model)
     with mx.use_backend(way) if way in ("reference", "triton") else nullcontext():

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from torch import nn
 
 from mlora_ext import add_adapter, convert_model
-from mlora_ext.nn import patterns
+from mlora_ext.targets import patterns
 
 SLOW = r"(([a-z._]+)+)+\d\d\d"
 

@@ -289,7 +289,7 @@ def test_a_failure_puts_pefts_layers_back(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("mlora_ext.nn.interop.peft_model.check_weights", fail)
+    monkeypatch.setattr("mlora_ext.convert.peft_model.check_weights", fail)
     with pytest.raises(RuntimeError, match="broken"):
         mx.from_peft(peft)
     assert torch.equal(peft(input_ids=ids).logits, expected)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 import mlora_ext as mx
-from mlora_ext.nn.trained.row_head import peft_drops_bias
+from mlora_ext.layers.row_head import peft_drops_bias
 
 TOKENS = [3, 5, 9, 17]
 LEAVES_OUT = "PEFT's unmerged forward of its folder leaves the bias of cls.predictions.decoder out"

@@ -14,7 +14,7 @@ from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
 
 import mlora_ext as mx
-from mlora_ext.nn.interop.trainer_checkpoint import install, save
+from mlora_ext.interop.trainer_checkpoint import install, save
 
 NAMES = ["b", "a", "__base__", "a", "b", "c"]
 

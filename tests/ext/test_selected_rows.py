@@ -14,7 +14,7 @@ from transformers import SwitchTransformersConfig, SwitchTransformersForConditio
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersExperts
 
 import mlora_ext as mx
-from mlora_ext.nn.routing import selected_rows
+from mlora_ext.convert import selected_rows
 
 NAMES = ["b", "a", "__base__", "a"]
 SIZES: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "vocab_size": 40}

@@ -23,7 +23,7 @@ from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.quantized.awq import AwqWeight
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
 from mlora_ext.frozen.quantized.gptq import GptqWeight
-from mlora_ext.nn.start import from_weights
+from mlora_ext.start import from_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROUGH = 0.25

@@ -11,8 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 import mlora_ext as mx
-from mlora_ext.nn.parameters.experts import MultiLoRAExperts
-from mlora_ext.nn.parameters.matrix import MultiLoRAMatrix
+from mlora_ext.layers.experts import MultiLoRAExperts
+from mlora_ext.layers.matrix import MultiLoRAMatrix
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 QUICK = [

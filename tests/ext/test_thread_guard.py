@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mlora_ext as mx
-from mlora_ext.nn import checkpoint_contexts
+from mlora_ext import checkpoint_contexts
 
 IDS = torch.arange(2, 22).view(4, 5)
 LAYOUT = mx.SegmentLayout.from_lengths([20])

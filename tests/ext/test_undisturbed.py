@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mlora_ext as mx
-from mlora_ext.nn.routing.undisturbed import undisturbed
+from mlora_ext.routing.undisturbed import undisturbed
 
 
 class Stateful(nn.Module):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...ops import dropout
+from ..interface import PHILOX_ROUNDS
 
-ROUNDS = tl.constexpr(dropout.ROUNDS)
+ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
 
 @triton.jit

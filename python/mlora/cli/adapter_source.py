@@ -109,7 +109,7 @@ def by_answer(
     """
     from mlora.model.labels import label_objective
     from mlora_ext.adapters.trained_parts import labels_of, task_of
-    from mlora_ext.nn.interop.read_folder import read_config
+    from mlora_ext.interop.read_folder import read_config
 
     classifiers: dict[str, list[str] | None] = {}
     unserved: dict[str, tuple[str, str]] = {}

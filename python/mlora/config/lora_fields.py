@@ -277,8 +277,8 @@ def _settings(values: dict[str, Any]) -> dict[str, Any]:
 def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     """Returns warnings about entries that match no layer, and one if a rank exceeds what a layer can use.
     PEFT accepts them, but they are probably mistakes."""
-    from mlora_ext.nn.idle_targets import idle_lines
-    from mlora_ext.nn.targets import low_rank, target_layers
+    from mlora_ext.targets.find import low_rank, target_layers
+    from mlora_ext.targets.idle_targets import idle_lines
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
     plain = copy.deepcopy(lora)  # without its task: a causal model has no head for it
@@ -298,8 +298,8 @@ def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
 def _too_high(name: str, modules: Mapping[str, nn.Module], layers: Mapping[str, LayerSpec]) -> list[str]:
     """Returns a warning about the first rank that exceeds what its layer can use."""
     from mlora_ext.adapters.kind import LayerSpec, ParameterSpec
-    from mlora_ext.nn.layer_kinds import layer_kind
-    from mlora_ext.nn.targets import low_rank
+    from mlora_ext.layers.layer_kinds import layer_kind
+    from mlora_ext.targets.find import low_rank
 
     for key, spec in low_rank(layers).items():
         own = [LayerSpec.of_parameters({part: each}) for part, each in spec.parameters] or [spec]

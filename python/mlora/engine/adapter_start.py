@@ -13,10 +13,10 @@ from mlora.engine.stage_starts import StageStarts
 from mlora.model.task_heads import why_not_started
 from mlora_ext.adapters.lora_config import init_kind
 from mlora_ext.adapters.trained_parts import task_of
-from mlora_ext.nn.adapter_weights import adapter_layers
-from mlora_ext.nn.add_remove import no_quantized_layer
-from mlora_ext.nn.start.passes import initialise
-from mlora_ext.nn.start.statistics import start_specs
+from mlora_ext.layers.adapter_weights import adapter_layers
+from mlora_ext.start.passes import initialise
+from mlora_ext.start.statistics import start_specs
+from mlora_ext.targets.add_remove import no_quantized_layer
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -63,7 +63,7 @@ def start_from_data(
 
 
 class EnginePasses:
-    """Passes of the base over an adapter's batches; see `mlora_ext.nn.start.passes.Passes`.
+    """Passes of the base over an adapter's batches; see `mlora_ext.start.passes.Passes`.
 
     Args:
         engine: an `Engine`, whose module imports this one.

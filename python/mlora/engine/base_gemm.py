@@ -11,7 +11,7 @@ from mlora_ext.backends.gpu_base_gemm import Record, serves, shapes_of
 from mlora_ext.backends.selection import backend_for, gpu_operator, use_gpu_base_gemm
 from mlora_ext.frozen.base_gemm import set_base_gemm
 from mlora_ext.frozen.plain import PlainWeight
-from mlora_ext.nn.linear import MultiLoRALinear
+from mlora_ext.layers.linear import MultiLoRALinear
 
 
 def set_base_gemm_on(device: torch.device, dtype: str, library: str | None) -> None:

@@ -47,11 +47,11 @@ from mlora_ext.adapters.kind import LayerSpec, ParameterSpec, TensorSpec, one_by
 from mlora_ext.adapters.lora import Lora
 from mlora_ext.adapters.registry import adapter_kind
 from mlora_ext.adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS, TRAINED_COPY, TRAINED_PARTS
-from mlora_ext.nn.adapter_layer import AdapterLayer
-from mlora_ext.nn.bank import PAGE_ROWS, AdapterSlot
-from mlora_ext.nn.layer_kinds import layer_kind
-from mlora_ext.nn.over_module import OverModule
-from mlora_ext.nn.targets import low_rank, target_layers
+from mlora_ext.layers.adapter_layer import AdapterLayer
+from mlora_ext.layers.bank import PAGE_ROWS, AdapterSlot
+from mlora_ext.layers.layer_kinds import layer_kind
+from mlora_ext.layers.over_module import OverModule
+from mlora_ext.targets.find import low_rank, target_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig

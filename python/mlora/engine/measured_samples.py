@@ -24,9 +24,9 @@ from mlora.model.labels import label_objective
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.registry import objective_of
 from mlora.optim.optim_config import OptimConfig
-from mlora_ext.nn import MultiLoRALinear
-from mlora_ext.nn.routing.router import router_of
+from mlora_ext import MultiLoRALinear
 from mlora_ext.out_of_memory import is_out_of_memory
+from mlora_ext.routing.router import router_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -16,9 +16,9 @@ from mlora.model.labels import add_labels, check_labels
 from mlora.model.task_heads import check_heads, prepare_head
 from mlora_ext.adapters.registry import kind_for
 from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of
-from mlora_ext.nn.add_remove import put_on
-from mlora_ext.nn.interop.read_folder import load_into, read_config
-from mlora_ext.nn.trained.targets import warn_of_trained_parts
+from mlora_ext.interop.read_folder import load_into, read_config
+from mlora_ext.targets.add_remove import put_on
+from mlora_ext.targets.trained import warn_of_trained_parts
 
 if TYPE_CHECKING:
     from peft import LoraConfig

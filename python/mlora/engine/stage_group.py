@@ -20,7 +20,7 @@ from mlora.model.cut import BlockSpan
 from mlora.model.load import load_base, load_trained
 from mlora.offload.options import IN_MEMORY, OffloadOptions
 from mlora.pipeline import Driver, Pipeline, StageProcess, connect_neighbours
-from mlora_ext.nn.routing.router import router_of
+from mlora_ext.routing.router import router_of
 
 Source = str | os.PathLike[str] | PreTrainedModel
 

@@ -13,10 +13,10 @@ from mlora.errors import first_line
 from mlora.model.base_model import BaseModel
 from mlora.model.original_weights import original_weights
 from mlora.pipeline import verb
-from mlora_ext.nn.routing.router import router_of
-from mlora_ext.nn.start.from_weights import ReadWeight, layers_of
-from mlora_ext.nn.start.from_weights import start_from_weights as start_layer
-from mlora_ext.nn.start.statistics import Statistics, statistics_of
+from mlora_ext.routing.router import router_of
+from mlora_ext.start.from_weights import ReadWeight, layers_of
+from mlora_ext.start.from_weights import start_from_weights as start_layer
+from mlora_ext.start.statistics import Statistics, statistics_of
 
 
 class StageStarts:
@@ -29,7 +29,7 @@ class StageStarts:
 
     @verb
     def ask_start(self, name: str, question: str, arguments: Sequence[Any] = ()) -> Any:
-        """Does what `mlora_ext.nn.start` asks for; `begin` and `end` enclose an adapter's initialisation."""
+        """Does what `mlora_ext.start` asks for; `begin` and `end` enclose an adapter's initialisation."""
         if question == "begin":
             self._statistics[name] = statistics_of(self._base.model, name)
             return None

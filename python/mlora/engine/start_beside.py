@@ -17,7 +17,7 @@ from mlora.engine.put_adapter import plain_lora
 from mlora.objectives.options import START
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.optim_config import OptimConfig
-from mlora_ext.nn.interop.read_folder import read_config
+from mlora_ext.interop.read_folder import read_config
 
 
 def put_start_beside(engine: Any, name: str, optim: OptimConfig, folder: str | os.PathLike[str]) -> None:

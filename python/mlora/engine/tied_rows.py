@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from mlora.model.base_model import BaseModel
-from mlora_ext.nn.trained.row_head import TrainedRowsLinear
+from mlora_ext.layers.row_head import TrainedRowsLinear
 
 
 def rows_to_pass(base: BaseModel, names: Iterable[str]) -> dict[str, Tensor]:

@@ -152,7 +152,7 @@ class BaseInfo:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from mlora_ext.nn.targets import target_layers
+        from mlora_ext.targets.find import target_layers
 
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)

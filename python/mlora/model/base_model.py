@@ -17,13 +17,13 @@ from mlora.model.pretrained import stop_noise
 from mlora.model.task_heads import own_heads
 from mlora.objectives.token_losses import Head, LogitRule, Scorer
 from mlora.offload.base_bytes import BaseBytes
+from mlora_ext import MultiLoRALinear, checkpoint_contexts
 from mlora_ext.frozen.packed import PackedWeight, packs
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.quantized.torchao import stored_bytes
 from mlora_ext.frozen.weight import FrozenWeight
-from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
-from mlora_ext.nn.bank import AdapterBank, AdapterSlot
-from mlora_ext.nn.over_module import OverModule
+from mlora_ext.layers.bank import AdapterBank, AdapterSlot
+from mlora_ext.layers.over_module import OverModule
 
 if TYPE_CHECKING:
     from mlora.offload.activations import Activations

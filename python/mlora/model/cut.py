@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mlora.model.block_list import BlockList, LeftStage, Pass, StandIn, rows, standing_in
-from mlora_ext.nn.over_module import plain_module
-from mlora_ext.nn.targets import linear_layers
+from mlora_ext.layers.over_module import plain_module
+from mlora_ext.targets.find import linear_layers
 
 BEFORE, BEHIND = "before", "behind"
 

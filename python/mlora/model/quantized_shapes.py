@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from mlora.errors import first_line
+from mlora_ext import MultiLoRALinear
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
 from mlora_ext.frozen.quantized.families import family_of, frozen_weight_of, is_gptqmodel, is_library_layer
 from mlora_ext.frozen.quantized.torchao import stored_bytes
-from mlora_ext.nn import MultiLoRALinear
-from mlora_ext.nn.targets import linear_layers
+from mlora_ext.targets.find import linear_layers
 
 _BLOCK, _SCALES = 64, 256
 """Numbers that share a scale in bitsandbytes' 4-bit formats; scales that share one, if they are quantised."""

@@ -29,7 +29,7 @@ from mlora.offload.disk import Disk
 from mlora.offload.options import OffloadOptions
 from mlora.offload.stream import BlockStream, stand_in
 from mlora.offload.streamed_weight import StreamedWeight
-from mlora_ext.nn import MultiLoRALinear
+from mlora_ext import MultiLoRALinear
 
 
 @dataclass(frozen=True)

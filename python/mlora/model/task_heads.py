@@ -19,16 +19,16 @@ from mlora_ext.adapters.trained_parts import (
     task_heads,
     task_of,
 )
-from mlora_ext.nn.adapter_weights import adapter_layers
-from mlora_ext.nn.add_remove import remove_adapter
-from mlora_ext.nn.interop.body_names import check_body_names
-from mlora_ext.nn.layer_kinds import layer_kind
-from mlora_ext.nn.linear import MultiLoRALinear
-from mlora_ext.nn.routing.router import router_of
-from mlora_ext.nn.trained.copies import TrainedCopies
-from mlora_ext.nn.trained.row_head import TrainedRowsLinear
-from mlora_ext.nn.trained.sample_copies import SampleCopies
-from mlora_ext.nn.trained.task_heads import TaskHeads
+from mlora_ext.interop.body_names import check_body_names
+from mlora_ext.layers.adapter_weights import adapter_layers
+from mlora_ext.layers.copies import TrainedCopies
+from mlora_ext.layers.layer_kinds import layer_kind
+from mlora_ext.layers.linear import MultiLoRALinear
+from mlora_ext.layers.row_head import TrainedRowsLinear
+from mlora_ext.layers.sample_copies import SampleCopies
+from mlora_ext.layers.task_heads import TaskHeads
+from mlora_ext.routing.router import router_of
+from mlora_ext.targets.add_remove import remove_adapter
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -16,9 +16,9 @@ from mlora.offload.buffers import aligned, buffer
 from mlora.offload.disk import Disk
 from mlora.offload.saved_tensors import SavedTensors, is_in_backward
 from mlora.offload.stream import BlockStream
+from mlora_ext import MultiLoRALinear
 from mlora_ext.frozen.plain import PlainWeight
-from mlora_ext.nn import MultiLoRALinear
-from mlora_ext.nn.adapter_layer import AdapterLayer
+from mlora_ext.layers.adapter_layer import AdapterLayer
 
 
 def largest_list(model: nn.Module) -> str:

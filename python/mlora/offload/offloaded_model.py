@@ -29,9 +29,9 @@ from mlora.offload.stream import BlockStream, stand_in
 from mlora.offload.streamed_weight import StreamedWeight
 from mlora.offload.swap_space import SwapSpace
 from mlora.offload.torch_optimizer import TorchOptimizer, parameters_of
+from mlora_ext import MultiLoRALinear, checkpoint_contexts
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.library import check_library
-from mlora_ext.nn import MultiLoRALinear, checkpoint_contexts
 
 Place = Literal["device", "host", "disk"]
 

@@ -26,9 +26,8 @@ from mlora.model.quantized_shapes import shapes_of_skeleton
 from mlora.model.task_heads import prepare_head
 from mlora.objectives.token_losses import Owners, chunked_losses, plain_losses
 from mlora.planning.partition import Cost, Table
-from mlora_ext import SegmentLayout
+from mlora_ext import MultiLoRALinear, SegmentLayout
 from mlora_ext.adapters.lora_config import equally_large
-from mlora_ext.nn import MultiLoRALinear
 
 if TYPE_CHECKING:
     from peft import LoraConfig

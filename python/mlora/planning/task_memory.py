@@ -12,7 +12,7 @@ from mlora.engine.memory_limit import AdmissionCandidate
 from mlora.objectives.options import START
 from mlora.scheduler import MemoryNeed
 from mlora.tasks.task import Task
-from mlora_ext.nn.interop.read_folder import read_config
+from mlora_ext.interop.read_folder import read_config
 
 LIMIT = "scheduler.memory_limit"  # what a run's messages call it
 MOST_LOOKED_AT = 20_000  # micro-batches of a task

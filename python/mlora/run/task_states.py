@@ -26,7 +26,7 @@ from mlora.files.state_files import best_file, read_state
 from mlora.run.handoff.model_card import CARD, write_adapter_card
 from mlora.tasks.task import Task
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
-from mlora_ext.nn.interop.peft_folder import CONFIG
+from mlora_ext.interop.peft_folder import CONFIG
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -35,7 +35,7 @@ from mlora.optim.optim_config import OptimConfig
 from mlora.tasks.classifiers import label_rules, needs_no_tokenizer, rows_of
 from mlora.tasks.init_from import check_init_from
 from mlora.tasks.originals import check_originals
-from mlora_ext.nn.interop.read_folder import read_config
+from mlora_ext.interop.read_folder import read_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import mlora_ext as mx
-from mlora_ext.nn.routing.trial_passes import FAILURES
+from mlora_ext.routing.trial_passes import FAILURES
 
 Sample = dict[str, Tensor]
 RANKS = {"a": 4, "b": 12}

@@ -28,8 +28,8 @@ from mlora.scheduler import MemoryEstimate, PeakModel
 from peft import LoraConfig
 from tiny_run import lines, weights
 
-from mlora_ext.nn import MultiLoRALinear
-from mlora_ext.nn.routing.router import router_of
+from mlora_ext import MultiLoRALinear
+from mlora_ext.routing.router import router_of
 from tests.mlora.dry_models import CPU, OPTIM, llama, loras, of
 
 MIB = 2**20

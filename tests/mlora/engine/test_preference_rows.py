@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mlora_ext
 from mlora_ext import adapter_parameters
-from mlora_ext.nn.routing.router import router_of
+from mlora_ext.routing.router import router_of
 
 OPTIM = OptimConfig(1e-2, total_steps=40)
 LORA = {"r": 3, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import mlora_ext as mx
-from mlora_ext.nn.targets import linear_layers
+from mlora_ext.targets.find import linear_layers
 from tests.mixtures import mixture
 from tests.mlora.tiny_models import make
 

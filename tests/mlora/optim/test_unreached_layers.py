@@ -8,7 +8,7 @@ from peft import LoraConfig
 from torch import nn
 
 import mlora_ext as mx
-from mlora_ext.nn.adapter_weights import written_marks
+from mlora_ext.layers.adapter_weights import written_marks
 
 
 class OneOfTwo(nn.Module):

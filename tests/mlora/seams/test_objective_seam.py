@@ -22,7 +22,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 import mlora_ext
-from mlora_ext.nn.routing.router import router_of
+from mlora_ext.routing.router import router_of
 from tests.mlora.seam_runs import STAGES, data_of, train_and_resume
 from tests.mlora.tiny_models import make, samples
 

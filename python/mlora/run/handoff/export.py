@@ -20,8 +20,8 @@ from mlora.run.handoff.peft_folders import empty_model, write_peft_folder
 from mlora.run.handoff.portable import is_portable, make_portable
 from mlora.run.handoff.servers import serving_lines
 from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
-from mlora_ext.nn.interop.peft_folder import WEIGHTS
-from mlora_ext.nn.interop.read_folder import read_config
+from mlora_ext.interop.peft_folder import WEIGHTS
+from mlora_ext.interop.read_folder import read_config
 
 
 @dataclass(frozen=True)

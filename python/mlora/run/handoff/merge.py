@@ -30,9 +30,9 @@ from mlora.run.handoff.peft_folders import peft_folder_of
 from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
 from mlora_ext.frozen.quantized.families import base_bias, base_weight, family_of, frozen_weight_of
-from mlora_ext.nn.interop.read_folder import read_config
-from mlora_ext.nn.targets import low_rank, target_layers
+from mlora_ext.interop.read_folder import read_config
 from mlora_ext.out_of_memory import is_out_of_memory
+from mlora_ext.targets.find import low_rank, target_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig

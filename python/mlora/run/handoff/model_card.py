@@ -31,7 +31,7 @@ def write_adapter_card(folder: Path, task: Task) -> None:
     Raises RunError if the file cannot be written.
     """
     from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
-    from mlora_ext.nn.interop.read_folder import read_config
+    from mlora_ext.interop.read_folder import read_config
 
     lora = read_config(folder)
     facts = lora_facts(lora) | training_facts(task.config, step=task.saved_step)

@@ -18,10 +18,10 @@ from torch import nn
 from mlora.errors import RunError, first_line
 from mlora.files.disk import write_file
 from mlora_ext.adapters.trained_parts import task_heads, task_of
-from mlora_ext.nn.embedding import MultiLoRAEmbedding
-from mlora_ext.nn.interop.peft_folder import CONFIG, PREFIX, WEIGHTS, weights_file
-from mlora_ext.nn.interop.read_folder import read_config
-from mlora_ext.nn.targets import base_modules, is_linear, portable_targets, target_layers
+from mlora_ext.interop.peft_folder import CONFIG, PREFIX, WEIGHTS, weights_file
+from mlora_ext.interop.read_folder import read_config
+from mlora_ext.layers.embedding import MultiLoRAEmbedding
+from mlora_ext.targets.find import base_modules, is_linear, portable_targets, target_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig

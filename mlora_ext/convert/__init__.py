@@ -1,0 +1,1 @@
+"""Turns a model into one with adapters, and hooks its calls."""

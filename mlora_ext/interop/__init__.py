@@ -1,0 +1,1 @@
+"""PEFT folders, Trainer, merging."""

@@ -1,0 +1,164 @@
+"""A module that multiplies its rows with a matrix of its own, such as a mixture's router, with adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.overrides import TorchFunctionMode
+
+from ..frozen.linear import frozen_linear
+from ..frozen.plain import PlainWeight
+from ..never_compiled import never_compiled
+from ..ops.functional import lora_linear_held, lora_linear_rows
+from ..ops.held import HeldAdapters, hold
+from ..routing.route import RouteTensors
+from .linear import MultiLoRALinear
+from .parameter_layer import ParameterLayer
+
+_CASTS = (Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type_as)
+
+
+class MultiLoRAMatrix(ParameterLayer):
+    """Runs a module's own forward; where it multiplies rows with its matrix, adapters are added.
+
+    PEFT's `target_parameters` computes with `W + scaling B A`. Here `F.linear(x, W)` inside the module
+    becomes `x W^T + scaling_i x A_i^T B_i^T` for the rows of adapter i. A module that uses the matrix in
+    another way is refused when it runs. It may have several matrices, and be a linear layer with more than a
+    weight and bias.
+    """
+
+    @classmethod
+    def serves(cls, module: nn.Module) -> bool:
+        own = any(parameter.dim() == 2 for parameter in module.parameters(recurse=False))
+        others = isinstance(module, nn.Embedding | NonDynamicallyQuantizableLinear)
+        return isinstance(module, cls) or (own and not others and not MultiLoRALinear.serves(module))
+
+    @classmethod
+    def candidates(cls, module: nn.Module) -> tuple[str, ...]:
+        return tuple(name for name, one in module.named_parameters(recurse=False) if one.dim() == 2)
+
+    @classmethod
+    def sizes(cls, module: nn.Module, parameter: str) -> tuple[int, int, int]:
+        rows, columns = getattr(module, parameter).shape
+        return 1, columns, rows
+
+    def frozen_parameter(self, parameter: str) -> PlainWeight:
+        return OwnMatrix(self._parameters, parameter)
+
+    @never_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module; its rows are those of the active route.
+
+        Raises:
+            ValueError: if no route says which adapter the rows belong to, the route describes other rows, or
+                the module does something else with its matrix than multiplying rows with it.
+        """
+        if not self.group.adapters:
+            return self.base(*args, **kwargs)
+        with ExitStack() as stack:
+            for parameter in {own for spec in self.specs.values() for own, _ in spec.parameters}:
+                weight = self._parameters[parameter]
+                assert weight is not None
+                product = partial(self._product, parameter)
+                stack.enter_context(MatrixInUse(weight, f"{self.name}.{parameter}", product))
+            return self.base(*args, **kwargs)
+
+    def _product(self, parameter: str, x: Tensor, weight: Tensor) -> Tensor:
+        """Returns `x Wᵀ` with the adapters; `weight` may be cast to another dtype."""
+        frozen = PlainWeight.of(weight)
+        if self.router.observer is not None:
+            return self.router.observer.see(self.name, x, frozen_linear(x, frozen))
+        active, place, batch = self.router.tensors_for(self, x)
+        specs = {name: dict(self.specs[name].parameters).get(parameter) for name in active.names}
+        scalings = {name: spec.scaling for name, spec in specs.items() if spec is not None}
+        if not scalings:
+            return frozen_linear(x, frozen)
+        rows = x if place is None else place.samples_first(x, batch)
+        y = self._with_adapters(rows, frozen, parameter, active, scalings)
+        return y if place is None else place.as_before(y)
+
+    def _with_adapters(
+        self,
+        x: Tensor,
+        frozen: PlainWeight,
+        parameter: str,
+        active: RouteTensors,
+        scalings: Mapping[str, float],
+    ) -> Tensor:
+        names = tuple(scalings)
+        segments = active.segments if names == active.names else active.subtracted(names)[0]
+        values = list(scalings.values())
+        scaling = active.keep(
+            (parameter, *values), lambda: torch.tensor(values, dtype=self.group.dtype, device=x.device)
+        )
+        plan = segments, scaling, None, None, None
+        if self.router.accumulates and torch.is_grad_enabled():
+            held = self._held(parameter, names)
+            ys = held and lora_linear_held(x, [frozen], [None], held, plan, self.router.updates)
+            if ys:
+                return ys[0]
+        lora_a, lora_b = self.matrices_of(parameter, names)
+        return lora_linear_rows(x, frozen, None, lora_a, lora_b, *plan)
+
+    def _held(self, parameter: str, names: tuple[str, ...]) -> HeldAdapters | None:
+        kept, moves = self.tables_of(parameter)
+
+        def make() -> HeldAdapters | None:
+            lora_a, lora_b = self.matrices_of(parameter, names)
+            return hold(names, [lora_a], [lora_b], [self.written])
+
+        return kept.find(names, moves, make)
+
+
+class OwnMatrix(PlainWeight):
+    """A parameter of another name than `weight`, looked up at each use."""
+
+    def __init__(self, tensors: Any, name: str) -> None:
+        self._parameters_of_layer, self._name = tensors, name
+
+    def dense(self) -> Tensor:
+        """Returns the parameter itself."""
+        weight: Tensor = self._parameters_of_layer[self._name]
+        return weight
+
+
+class MatrixInUse(TorchFunctionMode):
+    """While a module's forward runs, turns `F.linear` with its matrix into another function.
+
+    Args:
+        matrix: `[O, D]`, a parameter of the module.
+        named: for messages.
+        product: returns `[..., O]` for x `[..., D]` and the matrix, which may be cast.
+    """
+
+    def __init__(self, matrix: Tensor, named: str, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._casts, self._named, self._product = [matrix], named, product
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        used = [one for one in (*args, *kwargs.values()) if any(one is other for other in self._casts)]
+        if not used:
+            return function(*args, **kwargs)
+        if function is F.linear and len(args) > 1 and args[1] is used[0]:
+            x, matrix, *bias = args
+            y, added = self._product(x, matrix), bias[0] if bias else kwargs.get("bias")
+            return y if added is None else y + added
+        if function in _CASTS:
+            self._casts.append(function(*args, **kwargs))
+            return self._casts[-1]
+        name = getattr(function, "__name__", str(function))
+        if name not in ("__get__", "dim", "size"):
+            raise ValueError(
+                f"layer {self._named}: adapters can be put on a matrix that its module only uses in "
+                f"torch.nn.functional.linear, but the module calls {name} on it; remove it from "
+                "target_parameters"
+            )
+        return function(*args, **kwargs)

@@ -1,1 +1,0 @@
-"""PEFT and Transformers: adapter folders, PEFT models, the adapter interface, merging."""

@@ -1,1 +1,0 @@
-"""Routes: which rows of a forward pass belong to which adapter."""

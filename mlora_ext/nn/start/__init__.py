@@ -1,1 +1,0 @@
-"""Initial values that depend on an adapter's data: EVA, CorDA, LoRA-GA."""

@@ -1,0 +1,1 @@
+"""Initial values that depend on data or on weights."""

@@ -1,0 +1,1 @@
+"""Which modules an adapter is put on; adding and removing adapters."""
