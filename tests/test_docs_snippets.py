@@ -181,5 +181,5 @@ def test_faults_are_found() -> None:
     assert misfits("base_model: x\noutput_dir: y\nadapters: [{name: a}]")
     assert misfits("adapters: [{name: a}]") == []
     assert misfits("- {name: a, lora: {r: 8, ...}, ...}") == []
-    assert missing_names("import mlora_ext as mx\nmx.convert(model)") == ["mlora_ext.convert"]
+    assert missing_names("import mlora_ext as mx\nmx.convert_modle(model)") == ["mlora_ext.convert_modle"]
     assert missing_names("from mlora import Engin") == ["mlora.Engin"]
