@@ -20,6 +20,7 @@ from ..frozen.rows import dense_rows
 from ..frozen.weight import FrozenWeight, FusedOperands
 from ..library import check_library
 from ..once_differentiable import once_differentiable
+from . import registration  # noqa: F401 - tells torch.library of the operators
 
 _CHANGED = (
     "{}: was changed in place between forward and backward, for example by an optimizer step; run backward "
