@@ -120,7 +120,10 @@ def _itself(test: str) -> set[Any]:
 
 
 def main(options: list[str]) -> int:
-    """Runs all tests with pytest's `options`, and writes `LEFT` if they pass."""
+    """Runs all tests with pytest's `options`, and writes `LEFT` if they pass.
+
+    Options that choose some tests would bring all others back into `make test`.
+    """
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     (FOLDER / "settings").write_text(SETTINGS)

@@ -133,11 +133,6 @@ class MicroBatch(PackedRows):
         silent = () if self.silent is None else self.silent.names
         return [name for name in dict.fromkeys((*self.names, *silent)) if name != BASE]
 
-    @property
-    def only_read(self) -> list[str]:
-        """The adapters whose rows are run without gradient only."""
-        return [name for name in self.all_owners if name not in self.names]
-
     def for_next(self) -> MicroBatch:
         """Returns what stages behind the first need of it."""
         silent = None if self.silent is None else replace(self.silent, input_ids=None)

@@ -203,7 +203,8 @@ class Batcher:
                 if notes and all(name in note.squares for note in notes):
                     self._states[name].squares = sum(float(note.squares[name]) for note in notes)
         if self._admission is not None:
-            after = self.memory_after if self._states.under_way in ([], [future]) else ()
+            others = [other for other in self._states.under_way if other is not future]
+            after = () if others else self.memory_after
             self._admission.passed(future.measured, self.peak_memory, after)
         self._states.landed(future)
         results = self._with_failed(results)

@@ -33,7 +33,10 @@ class NamedTorchOptimizer(Optimizer):
 
     @staticmethod
     def step_bytes(shapes: Shapes) -> int:
-        """Returns the bytes of three fp32 numbers for each weight: torch works on all of them at once."""
+        """Returns the bytes of three fp32 numbers for each weight: the most that any of them takes.
+
+        That is Adadelta with weight decay on a GPU, where torch works on all weights at once.
+        """
         return 3 * 4 * elements(shapes)
 
     def step(
@@ -51,8 +54,7 @@ class NamedTorchOptimizer(Optimizer):
             "eps": config.adam_epsilon,
             "weight_decay": self.weight_decay(index),
         }
-        known = inspect.signature(self.kind).parameters
-        own = {name: value for name, value in settings.items() if name in known}
+        own = {name: value for name, value in settings.items() if name in self._settings()}
         library = self.kind(parameters, lr=learning_rate, **own)
         for i, parameter in zip(index, parameters, strict=True):
             if self.state[i]:
@@ -80,6 +82,11 @@ class NamedTorchOptimizer(Optimizer):
     @cache
     def _bytes(cls, shape: tuple[int, ...]) -> int:
         return sum(tensor.nbytes for tensor in cls._made(shape).values())
+
+    @classmethod
+    @cache
+    def _settings(cls) -> set[str]:
+        return set(inspect.signature(cls.kind).parameters)
 
     @classmethod
     @cache
