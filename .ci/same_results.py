@@ -24,6 +24,7 @@ from typing import Any
 STEADY = ["--set", "base_gemm=aten"]  # else each process measures which library is faster, and rounds by that
 SAVED = ["--set", "defaults.save_steps=50", "--set", "save_total_limit=20"]
 BY_CLOCK = ("seconds", "peak_memory_bytes")
+BY_PLACE = ".saved.adapter_config.json"  # the digest of a file that names the base's folder, in each checkout
 
 # Run in a checkout. Its own tests say how memory is replaced, so that the limit means the same everywhere.
 PREAMBLE = """
@@ -125,7 +126,7 @@ def checkpoints(run: Path) -> dict[str, list[Any]]:
         flat = [
             (key.replace(".units", ".tokens"), value)
             for key, value in leaves(kept)
-            if not key.endswith((".seconds", ".open_units"))
+            if not key.endswith((".seconds", ".open_units", BY_PLACE))
         ]
         found[path.name] = [
             (key, (value.dtype, tuple(value.shape), value.contiguous().numpy().tobytes()))
