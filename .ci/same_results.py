@@ -1,11 +1,12 @@
-"""Compare what two checkouts train, bit for bit: metrics, adapters and checkpoints of five runs.
+"""Compare what two checkouts train, bit for bit: metrics, adapters and checkpoints of six runs.
 
 Usage: python .ci/same_results.py BEFORE AFTER [--out FOLDER] [--only RUN ...]
 
 BEFORE and AFTER are checkouts with their compiled libraries. Each run is trained once from each checkout, by
 the interpreter that runs this script: the quickstart, the quickstart over two stages, a sweep, a run under a
-memory limit in which a submitted task preempts others, and a run that is interrupted and resumed. What a
-clock or a memory meter says is not compared. Exits with 1 where anything differs.
+memory limit in which a submitted task preempts others, a run that is interrupted and resumed, and DoRA, DPO
+and a classifier over two stages of a base in 8 bits, which needs torchao. What a clock or a memory meter says
+is not compared. Exits with 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -53,6 +54,29 @@ told = Watching({("second", 3): interrupt})
 result = mlora.train(resolve_config(data | {"scheduler": {}}, folder=work), reporter=told)
 assert result.status == "interrupted", told.lines
 """
+MIXED = """
+import sys, yaml
+from pathlib import Path
+examples, path = Path(sys.argv[1]), Path(sys.argv[2])
+small = {"r": 8, "target_modules": ["q_proj", "v_proj"]}
+pairs, kinds = examples / "data/sort-pairs.jsonl", examples / "labels/kinds-train.jsonl"
+path.parent.mkdir(parents=True, exist_ok=True)
+path.write_text(yaml.safe_dump({
+    "base_model": str(examples / "tiny-base"), "output_dir": str(path.with_suffix("")), "device": "cpu",
+    "quantization": {"method": "torchao-int8"},
+    "pipeline": {"stages": 2, "partition": [3, 2]},
+    "defaults": {"max_steps": 30, "per_device_train_batch_size": 4, "max_length": 64, "save_steps": 10},
+    "save_total_limit": 20,
+    "datasets": [
+        {"name": "pairs", "path": str(pairs), "format": "preference"},
+        {"name": "kinds", "path": str(kinds), "format": "classification"},
+        {"name": "sums", "path": str(examples / "data/sums.jsonl"), "format": "prompt_completion"}],
+    "adapters": [
+        {"name": "dora", "dataset": "sums", "lora": {**small, "use_dora": True, "lora_dropout": 0.1}},
+        {"name": "dpo", "dataset": "pairs", "objective": "dpo", "lora": small},
+        {"name": "kinds", "dataset": "kinds", "num_labels": 4, "lora": {**small, "task_type": "SEQ_CLS"}},
+        {"name": "plain", "dataset": "sums", "lora": {"r": 4, "target_modules": "all-linear"}}]}))
+"""
 
 
 def commands(checkout: Path, out: Path) -> dict[str, list[list[str]]]:
@@ -75,6 +99,10 @@ def commands(checkout: Path, out: Path) -> dict[str, list[list[str]]]:
         "resumed": [
             [sys.executable, "-c", begin + INTERRUPTED, str(out / "resumed")],
             [sys.executable, "-m", "mlora", "resume", str(out / "resumed")],
+        ],
+        "mixed": [
+            [sys.executable, "-c", MIXED, str(checkout / "examples"), str(out / "mixed.yaml")],
+            [*train, str(out / "mixed.yaml"), *STEADY],
         ],
     }
 
