@@ -141,14 +141,3 @@ def sums_of(values: Tensor, lengths: Sequence[int]) -> Tensor:
     if not lengths:
         return values.new_zeros(0)
     return torch.stack([run.sum() for run in values.split(list(lengths))])
-
-
-def rewards(chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
-    """Returns TRL's metrics of the rewards of pairs, each `[N]`, as sums over pairs."""
-    chosen, rejected = chosen.detach(), rejected.detach()
-    return {
-        "rewards/chosen": chosen.sum(),
-        "rewards/rejected": rejected.sum(),
-        "rewards/accuracies": (chosen > rejected).float().sum(),
-        "rewards/margins": (chosen - rejected).sum(),
-    }

@@ -40,32 +40,37 @@ Style = Literal["dpo", "cpo"]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A class, or its path; its options; and, where only the path is known, what the class says of itself.
+    """What is known of an objective before its code, which needs torch, is imported.
 
-    `metrics`: the names of those that it reports; None: they are not known before it is used.
+    Attributes:
+        kind: a class that is made with the options; or where in `mlora.objectives` such a class lies, or a
+            function for `preferences.PreferenceLoss`.
+        options: the model of its options.
+        takes: as `Objective.takes`.
+        metrics: names of those that it reports; None: they are not known before it is used.
+        style: how its preference data is tokenised.
+        trains_prompts: as `Objective.trains_prompts`, of a function.
     """
 
     kind: str | type[Objective]
     options: type[BaseModel] = Options
     takes: Takes = "sequences"
     metrics: tuple[str, ...] | None = None
+    style: Style = "dpo"
+    trains_prompts: bool = False
 
 
 _REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
-_OF_PAIRS = ("rewards/accuracies", *_REWARDS)
-_PLACE = "mlora.objectives"
+_PAIRS = ("rewards/accuracies", *_REWARDS)
+_NLL = (*_PAIRS, "nll_loss")
+_ODDS = (*_NLL, "log_odds_ratio", "log_odds_chosen")
 _OBJECTIVES: dict[str, _Entry] = {
-    CROSS_ENTROPY: _Entry(f"{_PLACE}.objective:CrossEntropy", metrics=()),
-    "dpo": _Entry(f"{_PLACE}.dpo:Dpo", DpoOptions, "pairs", _OF_PAIRS),
-    "cpo": _Entry(f"{_PLACE}.cpo:Cpo", CpoOptions, "pairs", (*_OF_PAIRS, "nll_loss")),
-    "simpo": _Entry(f"{_PLACE}.cpo:Simpo", SimpoOptions, "pairs", (*_OF_PAIRS, "nll_loss")),
-    "orpo": _Entry(
-        f"{_PLACE}.orpo:Orpo",
-        OrpoOptions,
-        "pairs",
-        (*_OF_PAIRS, "nll_loss", "log_odds_ratio", "log_odds_chosen"),
-    ),
-    "kto": _Entry(f"{_PLACE}.kto:Kto", KtoOptions, "judged", (*_REWARDS, "kl")),
+    CROSS_ENTROPY: _Entry("objective:CrossEntropy", metrics=()),
+    "dpo": _Entry("preferences:dpo", DpoOptions, "pairs", _PAIRS),
+    "cpo": _Entry("preferences:cpo", CpoOptions, "pairs", _NLL, "cpo"),
+    "simpo": _Entry("preferences:simpo", SimpoOptions, "pairs", _NLL, "cpo"),
+    "orpo": _Entry("preferences:orpo", OrpoOptions, "pairs", _ODDS, "cpo", trains_prompts=True),
+    "kto": _Entry("preferences:kto", KtoOptions, "judged", (*_REWARDS, "kl")),
 }
 _GENERATES = (
     *("grpo", "ppo", "rloo", "reinforce", "remax", "gspo", "dapo", "dr_grpo", "online_dpo", "xpo"),
@@ -75,10 +80,10 @@ _GENERATES = (
 _OPTION_HINTS = {"reference_free": "cpo, simpo and orpo have no reference"}
 """Hints for options of TRL that no objective has."""
 _OF_LABELS = {
-    "single_label_classification": f"{_PLACE}.label_losses:SingleLabel",
-    "multi_label_classification": f"{_PLACE}.label_losses:MultiLabel",
-    "regression": f"{_PLACE}.label_losses:Regression",
-    "question_answering": f"{_PLACE}.label_losses:Answer",
+    "single_label_classification": "label_losses:SingleLabel",
+    "multi_label_classification": "label_losses:MultiLabel",
+    "regression": "label_losses:Regression",
+    "question_answering": "label_losses:Answer",
 }
 """The losses of heads that predict labels. No config names them: an adapter's `task_type` does."""
 
@@ -219,7 +224,8 @@ def pinned(spec: Any) -> Any:
 
 def style_of(spec: Any) -> Style:
     """Returns which of TRL's trainers tokenises an objective's preference data."""
-    return "cpo" if name_of(spec) in ("cpo", "simpo", "orpo") else "dpo"
+    name = name_of(spec)
+    return "dpo" if ":" in name else _entry(name).style
 
 
 def objective_of(spec: Any) -> Objective:
@@ -246,15 +252,21 @@ def objective_of(spec: Any) -> Objective:
             ("name",),
         )
     if name in _OF_LABELS and options:
-        found: Objective = resolve_name(_OF_LABELS[name])(**options)
+        found: Objective = _resolved_kind(_OF_LABELS[name])(**options)
         return found
     name, options = _split(resolved({"name": name, **options}))
     if ":" in name:
-        return _of_function(name, options)
+        from mlora.objectives.custom import CustomLoss  # imports torch, as the function's module will
+
+        return CustomLoss(function_of(name), **options)
     entry = _entry(name)
-    kind = resolve_name(entry.kind) if isinstance(entry.kind, str) else entry.kind
-    made: Objective = kind(**options)
-    return made
+    kind = _resolved_kind(entry.kind)
+    if isinstance(kind, type):
+        return kind(**options)
+    from mlora.objectives.preferences import PreferenceLoss
+
+    chosen = entry.options.model_validate(options)
+    return PreferenceLoss(kind, chosen, takes=entry.takes, trains_prompts=entry.trains_prompts)
 
 
 def _split(spec: Any) -> tuple[str, dict[str, Any]]:
@@ -281,10 +293,8 @@ def _entry(name: str) -> _Entry:
     return _OBJECTIVES[name]
 
 
-def _of_function(name: str, options: Mapping[str, Any]) -> Any:
-    from mlora.objectives.custom import CustomLoss  # imports torch, as the function's module will
-
-    return CustomLoss(function_of(name), **options)
+def _resolved_kind(kind: Any) -> Any:
+    return resolve_name(f"mlora.objectives.{kind}") if isinstance(kind, str) else kind
 
 
 def _text(fault: Any) -> str:
