@@ -36,6 +36,16 @@ def test_the_source_archive_holds_every_file(monkeypatch: pytest.MonkeyPatch) ->
     assert {name for name in files if name.endswith((".so", ".pyc"))} == set()
 
 
+def test_the_wheel_holds_what_the_package_reads() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {name.removeprefix("python/mlora/") for name in tracked("python/mlora")}
+    names = {name for name in found if not name.endswith(".py")}
+    assert {"config/aliases.yaml", "report/page.html", "report/page.css", "report/page.js"} <= names
+    patterns = settings["package-data"]["mlora"]
+    missing = {n for n in names if not any(fnmatch(n, p) and n.count("/") == p.count("/") for p in patterns)}
+    assert missing == set()
+
+
 def test_the_wheel_holds_every_example() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert settings["package-dir"]["mlora.examples"] == "examples"

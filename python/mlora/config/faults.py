@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from mlora.config.adapter_config import AdapterConfig
-from mlora.config.aliases import HINTS, OPTIONS, UNSUPPORTED, VALUES, known_as
+from mlora.config.aliases import known_as, other_tools
 from mlora.config.lora_fields import CHOICES
 from mlora.config.offload_config import OffloadConfig
 from mlora.config.quantization_config import METHODS, QuantizationConfig
@@ -172,7 +172,7 @@ def _message(fault: Any) -> str:
     if kind == "model_type":
         return f"must be keys and values{_some_keys(location)}, got {shown(value)}"
     if kind == "literal_error" and isinstance(value, str):
-        return unknown_value(value, literals(fault), VALUES.get(str(location[-1])))
+        return unknown_value(value, literals(fault), other_tools().values.get(str(location[-1])))
     bounds = {key: f"{bound:.15g}" for key, bound in fault.get("ctx", {}).items() if type(bound) is float}
     text = EXPECTED.get(kind, fault["msg"]).format(**(fault.get("ctx", {}) | bounds))
     return text if kind.endswith("too_short") else f"{text}, got {shown(value)}"
@@ -191,7 +191,7 @@ def _some_keys(location: Location) -> str:
 
 def option_of_objective(key: str, value: Any) -> str | None:
     """Returns the message for an option of objectives that stands elsewhere, or None if it is none."""
-    key = OPTIONS.get(key, key)
+    key = other_tools().options.get(key, key)
     names = objectives_with(key)
     if not names:
         return None
@@ -207,8 +207,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
         return f"unknown key; keys are nested, not joined by dots: {first}: {{{rest}: ...}}"
     if key in OTHERWISE and set(known) >= TRAINING:
         return f"unknown key; {OTHERWISE[key]}"
-    if key in HINTS:
-        return f"unknown key; {HINTS[key]}"
+    if key in other_tools().hints:
+        return f"unknown key; {other_tools().hints[key]}"
     if key in METHODS:
         return f"unknown key; write `quantization: {{method: {METHODS[key]}}}` at the top level of the config"
     for home, keys in HOMES.items():
@@ -216,7 +216,7 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
             return f"unknown key here; it belongs {home}"
     here = known_as(key, known)
     elsewhere = _elsewhere(key, known_as) if here is None else None
-    if key in UNSUPPORTED and not (here or elsewhere):
+    if key in other_tools().unsupported and not (here or elsewhere):
         return f"unknown key; {key} of Transformers' TrainingArguments is not supported"
     here = here or (None if elsewhere else spelt_alike(key, known))
     if here:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlora.config.aliases import VALUES
+from mlora.config.aliases import other_tools
 from mlora.errors import unknown_value
 from mlora.objectives.function_file import placed
 
@@ -31,7 +31,9 @@ def tracker_names(value: Any) -> Any:
         elif name in TRACKERS:
             found.append(name)
         elif name != "none":
-            raise ValueError(unknown_value(name, [*TRACKERS, "all", "none"], VALUES["report_to"]))
+            raise ValueError(
+                unknown_value(name, [*TRACKERS, "all", "none"], other_tools().values["report_to"])
+            )
     return list(dict.fromkeys(found))
 
 

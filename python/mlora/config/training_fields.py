@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from mlora.config.aliases import VALUES
+from mlora.config.aliases import other_tools
 from mlora.config.strict import MOST, Strict, wrong_keys
 from mlora.config.tracking import placed_callback
 from mlora.errors import unknown_value
@@ -221,7 +221,7 @@ class TrainingFields(Strict):
     def _registered(cls, value: str) -> str:
         names = optimizer_names()
         if value not in names:
-            raise ValueError(unknown_value(value, names, VALUES["optim"]))
+            raise ValueError(unknown_value(value, names, other_tools().values["optim"]))
         if package := missing_package(value):
             raise ValueError(f"{value!r} needs the package {package}: pip install {package}")
         return value

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from mlora.config.adapter_config import AdapterConfig
-from mlora.config.aliases import NAMES
+from mlora.config.aliases import other_tools
 from mlora.config.config_file import load_config
 from mlora.config.faults import unknown_key
 from mlora.config.lora_fields import CHOICES
@@ -403,7 +403,7 @@ def test_no_key_of_transformers_is_guessed() -> None:
     known = list(TrainingFields.model_fields)
     for key in (field.name for field in dataclasses.fields(TrainingArguments)):
         if key not in known and "did you mean" in (said := unknown_key(key, known)):
-            assert any(key in aliases for aliases in NAMES.values()), said
+            assert any(key in aliases for aliases in other_tools().names.values()), said
 
 
 def test_each_alias_leads_to_a_key_and_is_none_itself() -> None:
@@ -418,8 +418,8 @@ def test_each_alias_leads_to_a_key_and_is_none_itself() -> None:
         SweepConfig,
     ]
     keys = {key for model in models for key in model.model_fields} | {*CHOICES, *LEAF_KEYS}
-    assert keys >= NAMES.keys()
-    aliases = [alias for names in NAMES.values() for alias in names]
+    assert keys >= other_tools().names.keys()
+    aliases = [alias for names in other_tools().names.values() for alias in names]
     assert keys.isdisjoint(aliases)
     assert sorted(alias for alias in aliases if aliases.count(alias) > 1) == ["data", "data"]
 

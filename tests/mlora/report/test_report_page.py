@@ -2,7 +2,6 @@
 
 import json
 import re
-import tomllib
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -380,17 +379,6 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     other = tmp_path / "other.html"
     assert invoke("report", folder.path, "--output", other).stdout == f"report: {other}\n"
     assert other.read_text().startswith("<!doctype html>")
-
-
-def test_an_installed_package_holds_the_template() -> None:
-    root = Path(report.__file__).parents[3]
-    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
-        "mlora"
-    ]
-    package = root / "python" / "mlora"
-    files = [path.relative_to(package) for path in (package / "report").glob("page.*")]
-    assert {path.suffix for path in files} == {".py", ".html", ".css", ".js"}
-    assert all(any(path.match(pattern) for pattern in listed) for path in files)
 
 
 def test_what_the_command_cannot_read_or_write(tmp_path: Path) -> None:
