@@ -61,7 +61,7 @@ EXT = Package(
         ("backends",),
         ("frozen",),
     ),
-    ("library", "never_compiled", "once_differentiable", "out_of_memory", "upload", "warn_caller"),
+    ("errors", "library", "never_compiled", "once_differentiable", "out_of_memory", "upload", "warn_caller"),
 )
 
 

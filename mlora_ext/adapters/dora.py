@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import AdapterError
 from ..frozen.row_norms import row_norms
 from .kind import LayerSpec, ParameterSpec
 from .lora import Lora
@@ -37,8 +38,8 @@ class Dora(Lora):
     def check(self, name: str, config: Any) -> None:
         """Refuses settings that are not supported; see `AdapterKind.check`."""
         if config.lora_bias:
-            raise ValueError(
-                f"adapter {name!r}: lora_bias=True is not supported with use_dora=True; PEFT refuses it, too"
+            raise AdapterError(
+                name, "lora_bias=True is not supported with use_dora=True; PEFT refuses it, too"
             )
         check_config(name, config, "use_dora")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import AdapterError
 from .kind import LayerSpec, ParameterSpec
 from .lora import Lora
 from .lora_config import check_config
@@ -32,9 +33,10 @@ class LoraBias(Lora):
         """Refuses settings that are not supported; see `AdapterKind.check`."""
         check_config(name, config, "lora_bias")
         if config.init_lora_weights not in (True, False):
-            raise ValueError(
-                f"adapter {name!r}: lora_bias=True needs init_lora_weights=True or False, as in PEFT, got "
-                f"{config.init_lora_weights!r}"
+            raise AdapterError(
+                name,
+                f"lora_bias=True needs init_lora_weights=True or False, as in PEFT, got "
+                f"{config.init_lora_weights!r}",
             )
 
     def parameters(self, rank: int, d_in: int, d_out: int) -> dict[str, ParameterSpec]:

@@ -8,6 +8,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
+from ..errors import AdapterError
 from ..ops.dropout import check_probability
 from .trained_parts import check_trained_parts
 
@@ -84,9 +85,10 @@ def check_config(name: str, config: LoraConfig, honoured: str = "") -> None:
     _check_start(name, config)
     custom = getattr(config, "_custom_modules", None)
     if custom:
-        raise ValueError(
-            f"adapter {name!r}: _register_custom_module ({', '.join(k.__name__ for k in custom.values())}) "
-            "is not supported; use a config without custom modules"
+        raise AdapterError(
+            name,
+            f"_register_custom_module ({', '.join(k.__name__ for k in custom.values())}) "
+            "is not supported; use a config without custom modules",
         )
     default = LoraConfig()
     for item in dataclasses.fields(config):
@@ -97,12 +99,15 @@ def check_config(name: str, config: LoraConfig, honoured: str = "") -> None:
         # PEFT itself writes None, {}, [] or False for "not given".
         if value != usual and (value or usual):
             hint = "; lora_bias=True trains a bias with each adapter" if item.name == "bias" else ""
-            raise ValueError(f"adapter {name!r}: {item.name}={value!r} is not supported{hint}")
+            raise AdapterError(name, f"{item.name}={value!r} is not supported{hint}")
     check_trained_parts(name, config)
-    check_values(f"adapter {name!r}", config)
+    try:
+        check_values(config)
+    except ValueError as error:
+        raise AdapterError(name, str(error)) from error
     for rank in (config.r, *(config.rank_pattern or {}).values()):
         if rank % 2 and init_kind(config) == "orthogonal":
-            raise ValueError(f"adapter {name!r}: init_lora_weights='orthogonal' needs even ranks, got {rank}")
+            raise AdapterError(name, f"init_lora_weights='orthogonal' needs even ranks, got {rank}")
 
 
 def _check_start(name: str, config: LoraConfig) -> None:
@@ -117,9 +122,7 @@ def _check_start(name: str, config: LoraConfig) -> None:
     )
     if how == "mica":
         reason = "with it PEFT never trains lora_B"
-    raise ValueError(
-        f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} is not supported: {reason}"
-    )
+    raise AdapterError(name, f"init_lora_weights={config.init_lora_weights!r} is not supported: {reason}")
 
 
 def _check_settings(name: str, how: Any, config: LoraConfig) -> None:
@@ -127,20 +130,21 @@ def _check_settings(name: str, how: Any, config: LoraConfig) -> None:
     for kind, field in NEEDS_DATA.items():
         value = getattr(config, field, None)
         if value is not None and kind != how:
-            raise ValueError(
-                f"adapter {name!r}: {field}={value!r} is not supported with init_lora_weights={how!r}; "
-                f"it belongs to {kind!r}"
+            raise AdapterError(
+                name,
+                f"{field}={value!r} is not supported with init_lora_weights={how!r}; it belongs to {kind!r}",
             )
     if how == "lora_ga" and config.lora_ga_config is None:
-        raise ValueError(f"adapter {name!r}: init_lora_weights='lora_ga' needs lora_ga_config=LoraGAConfig()")
+        raise AdapterError(name, "init_lora_weights='lora_ga' needs lora_ga_config=LoraGAConfig()")
     if how == "corda":
         _check_corda(name, config)
     if how == "loftq":
         _check_loftq(name, config)
     if changes_base(config) and config.use_dora:
-        raise ValueError(
-            f"adapter {name!r}: use_dora is not supported with init_lora_weights={how!r}: the norms of DoRA "
-            "would be those of the shared base; use 'eva', 'orthogonal' or plain LoRA's values with it"
+        raise AdapterError(
+            name,
+            f"use_dora is not supported with init_lora_weights={how!r}: the norms of DoRA "
+            "would be those of the shared base; use 'eva', 'orthogonal' or plain LoRA's values with it",
         )
 
 
@@ -150,13 +154,14 @@ def _check_corda(name: str, config: LoraConfig) -> None:
         return
     for field in ("cache_file", "covariance_file", "use_float16_for_covariance"):
         if getattr(own, field):
-            raise ValueError(
-                f"adapter {name!r}: corda_config.{field}={getattr(own, field)!r} is not supported: "
-                "covariances are computed from data, in fp32; leave it out"
+            raise AdapterError(
+                name,
+                f"corda_config.{field}={getattr(own, field)!r} is not supported: "
+                "covariances are computed from data, in fp32; leave it out",
             )
     if own.corda_method not in ("ipm", "kpm"):
-        raise ValueError(
-            f"adapter {name!r}: corda_config.corda_method: expected 'ipm' or 'kpm', got {own.corda_method!r}"
+        raise AdapterError(
+            name, f"corda_config.corda_method: expected 'ipm' or 'kpm', got {own.corda_method!r}"
         )
 
 
@@ -164,16 +169,18 @@ def _check_loftq(name: str, config: LoraConfig) -> None:
     given: Any = config.loftq_config or {}
     usual = {"loftq_bits": 4, "loftq_iter": 1}
     if any(usual.get(key) != value for key, value in given.items()):
-        raise ValueError(
-            f"adapter {name!r}: loftq_config={given!r} is not supported: the base's weights are quantised "
-            "already, once, in bits of their own; use LoftQConfig()"
+        raise AdapterError(
+            name,
+            f"loftq_config={given!r} is not supported: the base's weights are quantised "
+            "already, once, in bits of their own; use LoftQConfig()",
         )
     if not all((config.lora_alpha, *(config.alpha_pattern or {}).values())):
-        raise ValueError(f"adapter {name!r}: lora_alpha: init_lora_weights='loftq' needs another than 0")
+        raise AdapterError(name, "lora_alpha: init_lora_weights='loftq' needs another than 0")
     if config.use_dora:
-        raise ValueError(
-            f"adapter {name!r}: use_dora is not supported with init_lora_weights='loftq': the norms of DoRA "
-            "would be those of the quantised base; use plain LoRA with it"
+        raise AdapterError(
+            name,
+            "use_dora is not supported with init_lora_weights='loftq': the norms of DoRA "
+            "would be those of the quantised base; use plain LoRA with it",
         )
 
 
@@ -221,34 +228,34 @@ def equally_large(config: LoraConfig) -> LoraConfig:
     return config
 
 
-def check_values(where: str, config: LoraConfig) -> None:
-    """Refuses ranks, alphas and selections of layers on which PEFT would fail; `where` begins errors."""
+def check_values(config: LoraConfig) -> None:
+    """Refuses ranks, alphas and selections of layers on which PEFT would fail."""
     for field in ("rank_pattern", "alpha_pattern"):
         if not isinstance(getattr(config, field) or {}, dict):
-            raise ValueError(f"{where}: {field}: expected a dict, got {getattr(config, field)!r}")
+            raise ValueError(f"{field}: expected a dict, got {getattr(config, field)!r}")
     for rank in (config.r, *(config.rank_pattern or {}).values()):
         if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"{where}: r: expected an integer >= 1, got {rank!r}")
+            raise ValueError(f"r: expected an integer >= 1, got {rank!r}")
     for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise ValueError(f"{where}: lora_alpha: expected a finite number, got {alpha!r}")
-    check_probability(f"{where}: lora_dropout", config.lora_dropout)
+            raise ValueError(f"lora_alpha: expected a finite number, got {alpha!r}")
+    check_probability("lora_dropout", config.lora_dropout)
     for field in ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern"):
         value = getattr(config, field)
         names = value if isinstance(value, list | tuple | set) else [] if value is None else [value]
         if not all(isinstance(item, str) for item in names):
-            raise ValueError(f"{where}: {field}: expected a pattern or names, got {value!r}")
+            raise ValueError(f"{field}: expected a pattern or names, got {value!r}")
         try:
             re.compile(value if isinstance(value, str) else "")
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{where}: {field}: {value!r} is not a pattern: {error}") from error
+            raise ValueError(f"{field}: {value!r} is not a pattern: {error}") from error
     names = config.target_parameters or []
     if isinstance(names, str) or not all(isinstance(item, str) and item for item in names):
-        raise ValueError(f"{where}: target_parameters: expected a list of names, got {names!r}")
+        raise ValueError(f"target_parameters: expected a list of names, got {names!r}")
     value = config.layers_to_transform
     layers = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if not all(type(item) is int for item in layers):
-        raise ValueError(f"{where}: layers_to_transform: expected indices, got {value!r}")
+        raise ValueError(f"layers_to_transform: expected indices, got {value!r}")
 
 
 def init_kind(config: LoraConfig) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import AdapterError
 from .dora import Dora
 from .kind import AdapterKind
 from .less_start import LessStart
@@ -51,7 +52,7 @@ def kind_for(name: str, config: Any) -> AdapterKind:
     for kind in reversed(_KINDS.values()):
         if kind.serves(config):
             return kind
-    raise ValueError(f"adapter {name!r}: expected a peft.LoraConfig, got {type(config).__name__}")
+    raise AdapterError(name, f"expected a peft.LoraConfig, got {type(config).__name__}")
 
 
 def parameters_by_key() -> dict[str, str]:

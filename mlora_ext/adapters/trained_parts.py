@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from ..errors import AdapterError
+
 if TYPE_CHECKING:
     from peft import LoraConfig
 
@@ -63,15 +65,14 @@ def check_trained_parts(name: str, config: LoraConfig) -> None:
     saved = config.modules_to_save
     listed = isinstance(saved, list | tuple | set)
     if saved is not None and not (listed and all(isinstance(one, str) and one for one in saved)):
-        raise ValueError(
-            f"adapter {name!r}: modules_to_save: expected a list of names of modules, got {saved!r}"
-        )
+        raise AdapterError(name, f"modules_to_save: expected a list of names of modules, got {saved!r}")
     tokens: Any = config.trainable_token_indices
     for rows in tokens.values() if isinstance(tokens, dict) else () if tokens is None else (tokens,):
         if not isinstance(rows, list | tuple) or not rows or not all(type(row) is int for row in rows):
-            raise ValueError(
-                f"adapter {name!r}: trainable_token_indices: expected a list of token ids, or one for each "
-                f"embedding by name, got {tokens!r}"
+            raise AdapterError(
+                name,
+                f"trainable_token_indices: expected a list of token ids, or one for each "
+                f"embedding by name, got {tokens!r}",
             )
         if len(set(rows)) != len(rows):
-            raise ValueError(f"adapter {name!r}: trainable_token_indices: a token is named twice in {rows!r}")
+            raise AdapterError(name, f"trainable_token_indices: a token is named twice in {rows!r}")

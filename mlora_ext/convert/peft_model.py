@@ -10,7 +10,8 @@ from torch import nn
 
 from ..adapters.lora_config import check_name
 from ..adapters.registry import kind_for
-from ..interop.existing_config import refuse_changed_base, with_scaling, without_start
+from ..errors import AdapterError
+from ..interop.existing_config import changed_base, with_scaling, without_start
 from ..interop.peft_layers import PeftLayers, names_on, plain_key
 from ..layers.adapter_layer import AdapterLayer
 from ..layers.adapter_weights import check_weights, write_weights
@@ -84,7 +85,8 @@ def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     for name, config in configs.items():
         check_name(name)
         kind = kind_for(name, config)
-        refuse_changed_base(f"adapter {name!r}", config)
+        if (reason := changed_base(config)) is not None:
+            raise AdapterError(name, reason)
         kind.check(name, without_start(config))
     base: Any = model
     if isinstance(base, PeftModel):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def without_start(config: LoraConfig) -> LoraConfig:
     """Returns a copy without the initialisation method, if it changed only the first values of A and B.
 
-    One that also changed the base stays in the config; see `refuse_changed_base`.
+    One that also changed the base stays in the config; see `changed_base`.
     """
     config, how = copy.deepcopy(config), init_kind(config)
     for kind, field in NEEDS_DATA.items():
@@ -33,15 +33,16 @@ def without_start(config: LoraConfig) -> LoraConfig:
     return config
 
 
-def refuse_changed_base(where: str, config: LoraConfig) -> None:
-    """Raises ValueError for an adapter of PEFT whose initialisation has changed the weights of its base."""
-    if changes_base(config) or init_kind(config) == "loftq":
-        raise ValueError(
-            f"{where}: init_lora_weights={config.init_lora_weights!r} is not supported for an adapter of "
-            "PEFT: with it PEFT changes base weights, which all adapters share; make a plain LoRA folder "
-            "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or begin anew on "
-            "the original base with mlora_ext.convert_model"
-        )
+def changed_base(config: LoraConfig) -> str | None:
+    """Returns why an adapter of PEFT is refused whose initialisation has changed its base's weights."""
+    if not changes_base(config) and init_kind(config) != "loftq":
+        return None
+    return (
+        f"init_lora_weights={config.init_lora_weights!r} is not supported for an adapter of "
+        "PEFT: with it PEFT changes base weights, which all adapters share; make a plain LoRA folder "
+        "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or begin anew on "
+        "the original base with mlora_ext.convert_model"
+    )
 
 
 def with_scaling(model: nn.Module, name: str, config: LoraConfig, scaling: Mapping[str, float]) -> LoraConfig:

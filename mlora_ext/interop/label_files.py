@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.trained_parts import labels_of
+from ..errors import NamedError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -43,13 +44,13 @@ def read_label_file(folder: Path, labels: int) -> dict[str, Any]:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"folder: {path} is not valid JSON: {error}") from error
+        raise NamedError("folder", f"{path} is not valid JSON: {error}") from error
     if not isinstance(stored, dict):
-        raise ValueError(f"folder: {path} must hold a JSON object with problem_type or id2label")
+        raise NamedError("folder", f"{path} must hold a JSON object with problem_type or id2label")
     found: dict[str, Any] = {}
     if stored.get("problem_type") is not None:
         if stored["problem_type"] not in PROBLEMS:
-            raise ValueError(f"folder: {path}: problem_type must be one of {', '.join(PROBLEMS)}")
+            raise NamedError("folder", f"{path}: problem_type must be one of {', '.join(PROBLEMS)}")
         found["problem_type"] = stored["problem_type"]
     if stored.get("id2label") is not None:
         found["label_names"] = _names(path, stored["id2label"], labels)
@@ -60,8 +61,8 @@ def _names(path: Path, stored: Any, labels: int) -> list[str]:
     """Returns the labels' names in the order of their ids."""
     ids = [str(place) for place in range(labels)]
     if not isinstance(stored, dict) or set(stored) != set(ids):
-        raise ValueError(f"folder: {path}: id2label must name the labels 0 to {labels - 1} of the head")
+        raise NamedError("folder", f"{path}: id2label must name the labels 0 to {labels - 1} of the head")
     names = [stored[place] for place in ids]
     if not all(isinstance(name, str) for name in names) or len(set(names)) < labels:
-        raise ValueError(f"folder: {path}: id2label must hold names that differ, got {names}")
+        raise NamedError("folder", f"{path}: id2label must hold names that differ, got {names}")
     return names

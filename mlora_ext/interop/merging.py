@@ -12,6 +12,7 @@ from torch import nn
 from ..adapters.kind import LayerSpec, one_by_one
 from ..adapters.registry import adapter_kind
 from ..adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS
+from ..errors import AdapterError
 from ..frozen.plain import PlainWeight
 from ..layers.active_adapters import one_adapter
 from ..layers.adapter_layer import AdapterLayer
@@ -94,7 +95,7 @@ def _replace_trained(merged: nn.Module, key: str, layer: OverModule, name: str, 
     if spec.kind not in (TRAINED_COPY, TRAINED_ROWS):
         return
     if safe and not all(parameter.isfinite().all() for parameter in own.values()):
-        raise ValueError(f"adapter {name!r}: layer {key}: a trained weight is NaN or infinite")
+        raise AdapterError(name, f"layer {key}: a trained weight is NaN or infinite")
     if spec.kind == TRAINED_COPY:
         trained = _merged_copy(merged, layer, name).requires_grad_(False).to(layer.frozen.dtype)
         parent, _, child = key.rpartition(".")
@@ -125,14 +126,15 @@ def _mergeable(name: str, layers: Mapping[str, AdapterLayer]) -> dict[str, Adapt
         kind = adapter_kind(layer.specs[name].kind)
         served = isinstance(layer, MultiLoRALinear | MultiLoRAEmbedding | ParameterLayer)
         if not (served and (kind.is_plain or kind.merges)):
-            raise ValueError(
-                f"adapter {name!r}: layer {key}: only plain LoRA, lora_bias and DoRA can be merged, and this "
-                f"adapter is of kind {kind.name!r}; save it and merge it with PEFT"
+            raise AdapterError(
+                name,
+                f"layer {key}: only plain LoRA, lora_bias and DoRA can be merged, and this "
+                f"adapter is of kind {kind.name!r}; save it and merge it with PEFT",
             )
         if isinstance(layer, MultiLoRALinear) and layer.bias is None and "lora_bias" in kind.parameter_names:
-            raise ValueError(
-                f"adapter {name!r}: layer {key} has no bias that could take its lora_bias; use the adapter "
-                "without merging it"
+            raise AdapterError(
+                name,
+                f"layer {key} has no bias that could take its lora_bias; use the adapter without merging it",
             )
         found[key] = layer
     return found
@@ -141,9 +143,10 @@ def _mergeable(name: str, layers: Mapping[str, AdapterLayer]) -> dict[str, Adapt
 def _refuse_other_weights(model: nn.Module, name: str) -> None:
     for key, layer in model.named_modules():
         if isinstance(layer, MultiLoRALinear) and not isinstance(layer.frozen, PlainWeight):
-            raise ValueError(
-                f"adapter {name!r}: layer {key}: cannot be merged into a frozen weight of kind "
-                f"{type(layer.frozen).__name__}; save the adapter and merge it into the original base model"
+            raise AdapterError(
+                name,
+                f"layer {key}: cannot be merged into a frozen weight of kind "
+                f"{type(layer.frozen).__name__}; save the adapter and merge it into the original base model",
             )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..adapters.registry import kind_for
 from ..adapters.trained_parts import TRAINED_COPY, with_task_heads
+from ..errors import AdapterError, NamedError
 from ..layers.adapter_weights import adapter_layers
 from ..routing.router import router_of
 from ..targets.find import low_rank, portable_targets
@@ -81,7 +82,7 @@ def write_folder(
     router_of(model).check_names("name", [name])
     target = Path(folder)
     if target.exists() and not target.is_dir():
-        raise ValueError(f"folder: {target} is a file; give a folder")
+        raise NamedError("folder", f"{target} is a file; give a folder")
     state = _exported(model, name, _whole_state(model, name, weights))
     state |= _tied(model, name, state)
     state |= _changed_base(model, name, embeddings)
@@ -161,9 +162,9 @@ def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | No
     }
     for key in [*shapes, *given]:
         if key not in given:
-            raise ValueError(
-                f"adapter {name!r}: tensor {key} is missing in this process; pass the tensors of all "
-                "processes as weights="
+            raise AdapterError(
+                name,
+                f"tensor {key} is missing in this process; pass the tensors of all processes as weights=",
             )
         if key not in shapes:
             raise ValueError(f"weights: adapter {name!r} has no tensor {key}")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..adapters.kind import AdapterKind
 from ..adapters.registry import kind_for
+from ..errors import AdapterError
 from ..frozen.quantized.families import held_numbers
 from ..targets.parameters import is_weight
 from ..targets.unconverted_state import MOVED, check_layer, check_module, check_untouched
@@ -136,9 +137,10 @@ class PeftLayers:
             if name in getattr(layer, "lora_dropout", ())
         }
         if len(found) > 1:
-            raise ValueError(
-                f"adapter {name!r}: its layers have lora_dropout of {', '.join(map(str, sorted(found)))}; "
-                "use one value for all layers"
+            raise AdapterError(
+                name,
+                f"its layers have lora_dropout of {', '.join(map(str, sorted(found)))}; "
+                "use one value for all layers",
             )
         return found.pop() if found else default
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import NamedError
 from ..frozen.quantized.families import is_quantized
 from ..warn_caller import warn_caller
 
@@ -59,7 +60,7 @@ def doubt_of(folder: str | os.PathLike[str], method: str | None) -> str | None:
     try:
         there = json.loads(path.read_text(encoding="utf-8"))["method"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"folder: {path} must hold a JSON object with method") from error
+        raise NamedError("folder", f"{path} must hold a JSON object with method") from error
     return None if there == method else f"{Path(folder)} was trained over {there}, but this base is {method}"
 
 

@@ -19,12 +19,13 @@ from ..adapters.kind import LayerSpec, one_by_one
 from ..adapters.lora_config import check_values
 from ..adapters.registry import parameters_by_key
 from ..adapters.trained_parts import TRAINED_COPY, task_heads
+from ..errors import AdapterError, NamedError
 from ..layers.adapter_weights import adapter_layers, check_weights, peft_keys, write_weights
 from ..routing.router import router_of
 from ..targets.add_remove import plan_adapter, put_on
 from ..targets.trained import warn_of_trained_parts
 from .body_names import body_names, renamed_keys
-from .existing_config import refuse_changed_base, without_start
+from .existing_config import changed_base, without_start
 from .label_files import read_label_file
 from .peft_folder import CONFIG, OLD_WEIGHTS, PREFIX, WEIGHTS
 
@@ -125,29 +126,33 @@ def read_config(path: Path) -> LoraConfig:
     if not (path / CONFIG).is_file():
         inside = sorted(config.parent.name for config in path.glob(f"*/{CONFIG}"))
         hint = f"give one of its subfolders: {', '.join(inside)}" if inside else "give a PEFT folder"
-        raise ValueError(f"folder: {path} has no {CONFIG}; {hint}")
+        raise NamedError("folder", f"{path} has no {CONFIG}; {hint}")
     try:
         stored = json.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"folder: {path / CONFIG} is not valid JSON: {error}") from error
+        raise NamedError("folder", f"{path / CONFIG} is not valid JSON: {error}") from error
     kind = stored.get("peft_type") if isinstance(stored, dict) else stored
     if kind != "LORA":
-        raise ValueError(f"folder: {path} has an adapter of type {kind!r}, expected 'LORA'")
+        raise NamedError("folder", f"{path} has an adapter of type {kind!r}, expected 'LORA'")
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     for field, value in stored.items():
         # PEFT drops a newer version's fields with a warning; they may change what the adapter computes.
         if field not in known and value:
-            raise ValueError(
-                f"folder: {path / CONFIG}: the installed PEFT does not know {field}={value!r}; upgrade PEFT"
+            raise NamedError(
+                "folder", f"{path / CONFIG}: the installed PEFT does not know {field}={value!r}; upgrade PEFT"
             )
     try:
         config = LoraConfig.from_pretrained(str(path))
     except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"folder: {path / CONFIG}: PEFT cannot read it: {error}") from error
+        raise NamedError("folder", f"{path / CONFIG}: PEFT cannot read it: {error}") from error
     assert isinstance(config, LoraConfig)
     config.inference_mode = False  # PEFT writes True into every folder
-    check_values(f"folder: {path / CONFIG}", config)
-    refuse_changed_base(f"folder: {path}", config)
+    try:
+        check_values(config)
+    except ValueError as error:
+        raise NamedError("folder", f"{path / CONFIG}: {error}") from error
+    if (reason := changed_base(config)) is not None:
+        raise NamedError("folder", f"{path}: {reason}")
     labels = _labels_of(path, config)
     if labels is not None:
         config.__dict__.update(num_labels=labels, **read_label_file(path, labels))
@@ -199,18 +204,19 @@ def _read_weights(
         layer, part = places.get(own) or _place_of(own)
         if part:
             if not tensor.float().isfinite().all():
-                raise ValueError(f"folder: {path}: the tensor {key} contains NaN or infinity")
+                raise NamedError("folder", f"{path}: the tensor {key} contains NaN or infinity")
             if not torch.equal(layers.setdefault(layer, {}).setdefault(part, tensor), tensor):
-                raise ValueError(
-                    f"folder: {path}: {key} differs from the weight of {layer}, and ensure_weight_tying says "
-                    "that they are one"
+                raise NamedError(
+                    "folder",
+                    f"{path}: {key} differs from the weight of {layer}, and ensure_weight_tying says "
+                    "that they are one",
                 )
         elif not own.startswith(copied):
             others[key] = tensor
     for layer, parts in layers.items():
         for pair in ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"}):
             if len(pair & set(parts)) == 1:
-                raise ValueError(f"folder: {path} has only {', '.join(parts)} of layer {layer}")
+                raise NamedError("folder", f"{path} has only {', '.join(parts)} of layer {layer}")
     return layers, others
 
 
@@ -227,23 +233,23 @@ def _stored(path: Path) -> dict[str, Tensor]:
             raise _unreadable(path, error) from error
     if (path / OLD_WEIGHTS).is_file():
         return _unpickled(path / OLD_WEIGHTS)
-    raise ValueError(f"folder: {path} has neither {WEIGHTS} nor {OLD_WEIGHTS}")
+    raise NamedError("folder", f"{path} has neither {WEIGHTS} nor {OLD_WEIGHTS}")
 
 
-def _unreadable(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"folder: {path / WEIGHTS} cannot be read: {error}")
+def _unreadable(path: Path, error: Exception) -> NamedError:
+    return NamedError("folder", f"{path / WEIGHTS} cannot be read: {error}")
 
 
 def _unpickled(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"folder: {path} cannot be read: it is damaged or holds no weights") from error
+        raise NamedError("folder", f"{path} cannot be read: it is damaged or holds no weights") from error
     if not isinstance(state, dict):
-        raise ValueError(f"folder: {path}: expected a dict of tensors by name, got {type(state).__name__}")
+        raise NamedError("folder", f"{path}: expected a dict of tensors by name, got {type(state).__name__}")
     for key, tensor in state.items():
         if not (isinstance(key, str) and isinstance(tensor, Tensor)):
-            raise ValueError(f"folder: {path}: expected a dict of tensors by name, got an entry {key!r}")
+            raise NamedError("folder", f"{path}: expected a dict of tensors by name, got an entry {key!r}")
     return dict(state)
 
 
@@ -272,15 +278,16 @@ def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -
             plain = plain.replace(wrapped, ".")
         own = base.get(plain)
         if own is None:
-            raise ValueError(
-                f"folder: {path} contains the tensor {key}, which is not part of a plain LoRA adapter"
+            raise NamedError(
+                "folder", f"{path} contains the tensor {key}, which is not part of a plain LoRA adapter"
             )
         # A tensor on the meta device is compared in the process that holds it.
         differs = not own.is_meta and not torch.equal(own.detach().cpu(), tensor.to(own.dtype))
         if own.shape != tensor.shape or differs:
-            raise ValueError(
-                f"folder: {path}: its base weight {key} {list(tensor.shape)} differs from this model's "
-                f"{list(own.shape)}; load the base model that the adapter was trained on"
+            raise NamedError(
+                "folder",
+                f"{path}: its base weight {key} {list(tensor.shape)} differs from this model's "
+                f"{list(own.shape)}; load the base model that the adapter was trained on",
             )
 
 
@@ -289,10 +296,11 @@ def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -
     own = one_by_one({key: layer.specs[name] for key, layer in adapter_layers(model, name).items()})
     for key, spec in one_by_one(plan).items():
         if key in own and spec.scaling != own[key].scaling:
-            raise ValueError(
-                f"adapter {name!r}: layer {key}: the model's adapter has scaling {own[key].scaling:g}, the "
+            raise AdapterError(
+                name,
+                f"layer {key}: the model's adapter has scaling {own[key].scaling:g}, the "
                 f"folder's has {spec.scaling:g}; load the folder under another name, or add the adapter with "
-                "the folder's lora_alpha, r and use_rslora"
+                "the folder's lora_alpha, r and use_rslora",
             )
 
 
@@ -300,7 +308,8 @@ def _check_start(model: nn.Module, name: str) -> None:
     """Raises ValueError for an adapter with a base of its own: no folder holds its two halves."""
     how = router_of(model).adapters[name].config.init_lora_weights
     if any(name in layer.own_bases for layer in adapter_layers(model, name).values()):
-        raise ValueError(
-            f"adapter {name!r}: began with init_lora_weights={how!r}, and folders hold plain LoRA; load the "
-            "folder under another name"
+        raise AdapterError(
+            name,
+            f"began with init_lora_weights={how!r}, and folders hold plain LoRA; load the "
+            "folder under another name",
         )

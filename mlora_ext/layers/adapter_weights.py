@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..adapters.kind import LayerSpec
+from ..errors import AdapterError
 from ..routing.router import router_of
 from .adapter_layer import AdapterLayer
 from .layer_kinds import layer_kind
@@ -141,20 +142,19 @@ def check_weights(model: nn.Module, name: str, specs: Mapping[str, LayerSpec], l
             continue
         if key not in layers or key not in specs:
             side = "the weights to load" if key not in layers else "the model's adapter"
-            raise ValueError(
-                f"adapter {name!r}: layer {key} is missing in {side}; use an adapter of this base model"
-            )
+            raise AdapterError(name, f"layer {key} is missing in {side}; use an adapter of this base model")
         module = model.get_submodule(key)
         kind = layer_kind(module, specs[key].kind)
         expected: dict[str, Any] = {**kind.shapes(module, specs[key]), **kind.buffer_shapes(module)}
         if expected.keys() != layers[key].keys():
-            raise ValueError(
-                f"adapter {name!r}: layer {key}: expected {', '.join(expected)}, got {', '.join(layers[key])}"
+            raise AdapterError(
+                name, f"layer {key}: expected {', '.join(expected)}, got {', '.join(layers[key])}"
             )
         for part, spec in expected.items():
             shape = list(layers[key][part].shape)
             if shape != list(spec.shape):
-                raise ValueError(
-                    f"adapter {name!r}: layer {key}.{part}: expected shape {list(spec.shape)}, "
-                    f"got {shape}; use an adapter of this base model and rank"
+                raise AdapterError(
+                    name,
+                    f"layer {key}.{part}: expected shape {list(spec.shape)}, "
+                    f"got {shape}; use an adapter of this base model and rank",
                 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..adapters.lora_config import needs_weights
+from ..errors import AdapterError
 
 
 @dataclass(eq=False)
@@ -32,8 +33,9 @@ class AdapterInfo:
         needs, function, argument, key = "the adapter's data", "data", "batches", "start_batches"
         if needs_weights(self.config):
             needs, function, argument, key = "the original weights", "weights", "folder", "start_weights"
-        raise ValueError(
-            f"adapter {name!r}: init_lora_weights={self.config.init_lora_weights!r} needs {needs}; call "
+        raise AdapterError(
+            name,
+            f"init_lora_weights={self.config.init_lora_weights!r} needs {needs}; call "
             f"mlora_ext.initialise_from_{function}(model, {name!r}, {argument}) first; an Engine takes "
-            f"create_adapter({key}=...)"
+            f"create_adapter({key}=...)",
         )

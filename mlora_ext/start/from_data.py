@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.lora_config import init_kind, needs_data
+from ..errors import AdapterError
 from ..layers.adapter_weights import adapter_layers
 from ..layers.linear import MultiLoRALinear
 from ..routing.router import router_of
@@ -50,9 +51,10 @@ def initialise_from_data(model: nn.Module, name: str, batches: Iterable[Any]) ->
     router.check_names("name", [name])
     config = router.adapters[name].config
     if not needs_data(config):
-        raise ValueError(
-            f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r} needs no data; expected "
-            "'eva', 'corda' or 'lora_ga'"
+        raise AdapterError(
+            name,
+            f"init_lora_weights={config.init_lora_weights!r} needs no data; expected "
+            "'eva', 'corda' or 'lora_ga'",
         )
     initialise(name, config, start_specs(model, name), _OneProcess(model, name, list(batches)))
 
@@ -116,9 +118,10 @@ class _OneProcess:
     def _loss(self, output: Any) -> Tensor:
         loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if loss is None or loss.dim() or not loss.requires_grad:
-            raise ValueError(
-                f"adapter {self._name!r}: init_lora_weights='lora_ga' needs a loss: give batches with "
-                "labels, so that the model returns one"
+            raise AdapterError(
+                self._name,
+                "init_lora_weights='lora_ga' needs a loss: give batches with "
+                "labels, so that the model returns one",
             )
         return loss
 

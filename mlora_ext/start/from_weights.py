@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..adapters.kind import LayerSpec
 from ..adapters.lora import set_values
 from ..adapters.lora_config import needs_weights
+from ..errors import AdapterError
 from ..frozen.quantized.families import is_quantized
 from ..layers.adapter_weights import adapter_layers
 from ..layers.linear import MultiLoRALinear
@@ -60,7 +61,7 @@ def initialise_from_weights(model: nn.Module, name: str, folder: str | os.PathLi
     router.check_names("name", [name])
     how = router.adapters[name].config.init_lora_weights
     if not needs_weights(router.adapters[name].config):
-        raise ValueError(f"adapter {name!r}: init_lora_weights={how!r} needs no weights; expected 'loftq'")
+        raise AdapterError(name, f"init_lora_weights={how!r} needs no weights; expected 'loftq'")
     prefix = getattr(model, "base_model_prefix", "")
     start_from_weights(model, name, weights_in(Path(folder), prefix))
 
@@ -77,7 +78,7 @@ def start_from_weights(model: nn.Module, name: str, read: ReadWeight, only: str 
         try:
             set_values(layer.parameters_of(name), _nearest(read(key), layer, layer.specs[name]))
         except ValueError as error:
-            raise ValueError(f"adapter {name!r}: layer {key}: {error}") from error
+            raise AdapterError(name, f"layer {key}: {error}") from error
     router_of(model).adapters[name].awaits_start = False
     return len(layers)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..adapters.kind import LayerSpec
 from ..adapters.lora_config import init_kind
+from ..errors import AdapterError
 from .eva import Ranks, rank_limit, redistributed
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def initialise(name: str, config: LoraConfig, specs: Mapping[str, LayerSpec], pa
             components do not converge.
     """
     if not passes.batches:
-        raise ValueError(f"adapter {name!r}: expected at least one batch of its data, got none")
+        raise AdapterError(name, "expected at least one batch of its data, got none")
     sizes: dict[str, int] = {key: size for part in passes.ask("sizes") for key, size in part.items()}
     _check_widths(name, init_kind(config), config, specs, _widths(passes))
     if init_kind(config) == "eva":
@@ -93,9 +94,10 @@ def _check_widths(
             rank *= 2
         if rank > width:
             what = {"eva": "rank · rho", "lora_ga": "2 · rank"}.get(how, "rank")
-            raise ValueError(
-                f"adapter {name!r}: layer {key}: init_lora_weights={how!r} needs {what} <= {width}, got "
-                f"{rank}; lower the rank, or give the layer one of its own by rank_pattern"
+            raise AdapterError(
+                name,
+                f"layer {key}: init_lora_weights={how!r} needs {what} <= {width}, got "
+                f"{rank}; lower the rank, or give the layer one of its own by rank_pattern",
             )
 
 
@@ -109,7 +111,7 @@ def _eva(name: str, config: LoraConfig, specs: Mapping[str, LayerSpec], passes: 
     hashes = {key: digest for part in passes.ask("hashes") for key, digest in part.items()}
     for key in specs:
         if key not in hashes:
-            raise ValueError(f"adapter {name!r}: layer {key} was not called by the first batch; leave it out")
+            raise AdapterError(name, f"layer {key} was not called by the first batch; leave it out")
     ranks.share(hashes)
     passes.ask("want", ranks.most)
     _until_converged(name, ranks, passes)
@@ -128,14 +130,16 @@ def _until_converged(name: str, ranks: Ranks, passes: Passes) -> None:
         passes.run(index)
         reports |= {key: report for part in passes.ask("report") for key, report in part.items()}
         if count + 1 == passes.batches and not reports:
-            raise ValueError(
-                f"adapter {name!r}: no batch has as many tokens as EVA needs components "
-                f"({max(ranks.most.values())}); use larger batches, a lower rank or eva_config.rho"
+            raise AdapterError(
+                name,
+                f"no batch has as many tokens as EVA needs components "
+                f"({max(ranks.most.values())}); use larger batches, a lower rank or eva_config.rho",
             )
         ranks.decide(reports)
         if not ranks.active:
             return
-    raise ValueError(
-        f"adapter {name!r}: EVA's components of layer {ranks.active[0]} have not converged after "
-        f"{_MOST_BATCHES} batches; lower eva_config.tau, or use larger batches"
+    raise AdapterError(
+        name,
+        f"EVA's components of layer {ranks.active[0]} have not converged after "
+        f"{_MOST_BATCHES} batches; lower eva_config.tau, or use larger batches",
     )

@@ -19,6 +19,7 @@ from ..adapters.less_start import with_start
 from ..adapters.lora import set_values
 from ..adapters.lora_config import init_kind
 from ..adapters.peft_start import start_values
+from ..errors import AdapterError
 from ..layers.adapter_weights import adapter_layers
 from ..layers.linear import MultiLoRALinear
 from ..once_differentiable import once_differentiable
@@ -87,9 +88,10 @@ class Statistics(ABC):
         for key in layers:
             if key in self._layers:
                 if not self._seen.get(key):
-                    raise ValueError(
-                        f"adapter {self.name!r}: layer {key} was not called by any batch; leave it out of "
-                        "the adapter's targets, or call the model uncompiled"
+                    raise AdapterError(
+                        self.name,
+                        f"layer {key} was not called by any batch; leave it out of "
+                        "the adapter's targets, or call the model uncompiled",
                     )
                 own = self._layers[key].parameters_of(self.name)
                 set_values(own, with_start(self._values(key, self._layers[key])))
@@ -145,7 +147,7 @@ class Covariances(Statistics):
             rows = rows / rows.max().abs()
             covariance = rows.t() @ rows
             if not covariance.isfinite().all():
-                raise ValueError(f"adapter {self.name!r}: layer {key}: its inputs have no finite covariance")
+                raise AdapterError(self.name, f"layer {key}: its inputs have no finite covariance")
             self._sums[key] = covariance.add_(self._sums.get(key, 0))
         return y
 
@@ -203,10 +205,10 @@ class Gradients(Statistics):
 
     def _values(self, key: str, layer: MultiLoRALinear) -> dict[str, Tensor]:
         if key not in self._sums:
-            raise ValueError(f"adapter {self.name!r}: layer {key}: the loss has no gradient for it")
+            raise AdapterError(self.name, f"layer {key}: the loss has no gradient for it")
         gradient = self._sums.pop(key)
         if not gradient.isfinite().all():
-            raise ValueError(f"adapter {self.name!r}: layer {key}: its gradient is not finite")
+            raise AdapterError(self.name, f"layer {key}: its gradient is not finite")
 
         def prepare(linear: Any) -> None:
             linear._peft_loraga_grad = gradient.t() if layer.fan_in_fan_out else gradient
@@ -327,9 +329,10 @@ def start_specs(model: nn.Module, name: str) -> dict[str, LayerSpec]:
     how = router_of(model).adapters[name].config.init_lora_weights
     for key in low_rank({key: layer.specs[name] for key, layer in layers.items()}):
         if not isinstance(layers[key], MultiLoRALinear):
-            raise ValueError(
-                f"adapter {name!r}: target {key}: init_lora_weights={how!r} serves linear layers only; "
-                "remove it from the adapter's targets"
+            raise AdapterError(
+                name,
+                f"target {key}: init_lora_weights={how!r} serves linear layers only; "
+                "remove it from the adapter's targets",
             )
     return {key: layer.specs[name] for key, layer in layers.items() if isinstance(layer, MultiLoRALinear)}
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..errors import NamedError
+
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -54,8 +56,8 @@ def _files(folder: Path) -> dict[str, str]:
             found: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
             return found
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"folder: the weights in {folder} cannot be read: {error}") from error
-    raise ValueError(
-        f"folder: {folder} has neither {WHOLE} nor {INDEX}; save the original model there with "
-        "save_pretrained"
+        raise NamedError("folder", f"the weights in {folder} cannot be read: {error}") from error
+    raise NamedError(
+        "folder",
+        f"{folder} has neither {WHOLE} nor {INDEX}; save the original model there with save_pretrained",
     )

@@ -14,6 +14,7 @@ from ..adapters.kind import LayerSpec
 from ..adapters.lora_config import check_name, kind_setting, needs_data, needs_weights
 from ..adapters.registry import kind_for
 from ..adapters.trained_parts import TRAINED_COPY
+from ..errors import AdapterError
 from ..frozen.quantized.families import is_awq, is_quantized
 from ..layers.adapter_layer import AdapterLayer, LayerPlace
 from ..layers.adapter_weights import adapter_layers
@@ -36,6 +37,12 @@ from .unconverted_state import MOVED, check_layer, check_module
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+NO_QUANTIZED_LAYER = (
+    "init_lora_weights='loftq' needs a quantised base, and none of the adapter's "
+    "layers is quantised: over a plain base it replaces weights, which all adapters share; quantise the "
+    "base, or use 'pissa'"
+)
+"""Why LoftQ does not serve an adapter whose layers have plain weights."""
 _FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("query", "key", "value"),
@@ -78,9 +85,10 @@ def put_on(
         raise ValueError(f"name: expected a name before the config, got {type(name).__name__}")
     router = router_of(model)
     if name in router.adapters:
-        raise ValueError(
-            f"adapter {name!r}: the model already has an adapter of this name; choose another name, or call "
-            "remove_adapter first"
+        raise AdapterError(
+            name,
+            "the model already has an adapter of this name; choose another name, or call "
+            "remove_adapter first",
         )
     plan = plan_adapter(model, name, config)
     refuse_state(model, {name: plan})
@@ -144,9 +152,10 @@ def _refuse_unserved(model: nn.Module, name: str, config: LoraConfig, plan: Mapp
             asked = kind_setting(config)
             has = f"has {asked}" if asked else f"is of kind {spec.kind!r}"
             others = f", or {asked} out of its config" if asked else ""
-            raise ValueError(
-                f"adapter {name!r}: layer {key} is of class {what}, which serves plain LoRA only, and this "
-                f"adapter {has}; leave the layer out of its targets{others}"
+            raise AdapterError(
+                name,
+                f"layer {key} is of class {what}, which serves plain LoRA only, and this "
+                f"adapter {has}; leave the layer out of its targets{others}",
             ) from error
 
 
@@ -161,24 +170,16 @@ def _refuse_base_of_loftq(
         return
     for key in plan:
         if is_awq(model.get_submodule(key)):
-            raise ValueError(
-                f"adapter {name!r}: layer {key}: init_lora_weights='loftq' is not supported over AWQ, which "
+            raise AdapterError(
+                name,
+                f"layer {key}: init_lora_weights='loftq' is not supported over AWQ, which "
                 "scales W's columns and the layer before: the difference to the original W is not what the "
                 "quantisation lost; quantise the original model with bitsandbytes or torchao, or use plain "
-                "LoRA"
+                "LoRA",
             )
     whole = not any(parameter.is_meta for parameter in model.parameters())
     if whole and not any(is_quantized(model.get_submodule(key)) for key in plan):
-        raise ValueError(no_quantized_layer(name))
-
-
-def no_quantized_layer(name: str) -> str:
-    """Returns why LoftQ does not serve an adapter whose layers have plain weights."""
-    return (
-        f"adapter {name!r}: init_lora_weights='loftq' needs a quantised base, and none of the adapter's "
-        "layers is quantised: over a plain base it replaces weights, which all adapters share; quantise the "
-        "base, or use 'pissa'"
-    )
+        raise AdapterError(name, NO_QUANTIZED_LAYER)
 
 
 def convert_layers(

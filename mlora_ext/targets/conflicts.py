@@ -8,6 +8,7 @@ from torch import nn
 
 from ..adapters.kind import LayerSpec
 from ..adapters.trained_parts import TRAINED_COPY
+from ..errors import AdapterError
 from ..layers.adapter_layer import AdapterLayer
 from ..layers.layer_kinds import layer_kind
 
@@ -30,9 +31,10 @@ def refuse_conflicts(model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpe
         for outer, name in copied.items():
             if key.startswith(f"{outer}.") and specs:
                 other = next(iter(specs))
-                raise ValueError(
-                    f"adapter {other!r}: layer {key} lies inside {outer}, of which adapter {name!r} trains a "
-                    f"copy (modules_to_save); leave {key} out of {other!r}, for example by exclude_modules"
+                raise AdapterError(
+                    other,
+                    f"layer {key} lies inside {outer}, of which adapter {name!r} trains a "
+                    f"copy (modules_to_save); leave {key} out of {other!r}, for example by exclude_modules",
                 )
 
 

@@ -14,6 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ..adapters.kind import LayerSpec
 from ..adapters.registry import kind_for
 from ..adapters.trained_parts import TRAINED_PARTS, with_task_heads
+from ..errors import AdapterError
 from ..frozen.quantized.families import is_gptqmodel
 from ..layers.adapter_layer import AdapterLayer
 from ..layers.embedding import MultiLoRAEmbedding
@@ -56,18 +57,17 @@ def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, 
     if config.target_parameters and not parameters:
         wanted = sorted(config.target_parameters)
         hint = near_parameters(wanted, modules.items())
-        raise ValueError(
-            f"adapter {name!r}: target_parameters={wanted!r} match no parameter of this model{hint}"
-        )
+        raise AdapterError(name, f"target_parameters={wanted!r} match no parameter of this model{hint}")
     if not layers:
-        raise ValueError(f"adapter {name!r}: {_no_match(model, config)}")
+        raise AdapterError(name, f"{_no_match(model, config)}")
     refuse_tied_targets(model, name, resolved, modules, layers)
     trained = trained_layers(model, name, resolved, modules)
     for key in trained:
         if key in layers:
-            raise ValueError(
-                f"adapter {name!r}: {key} is in target_modules and is trained itself (modules_to_save or "
-                "trainable_token_indices); remove it from one of them"
+            raise AdapterError(
+                name,
+                f"{key} is in target_modules and is trained itself (modules_to_save or "
+                "trainable_token_indices); remove it from one of them",
             )
     return layers | trained
 
@@ -79,9 +79,7 @@ def low_rank(layers: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
 
 def _refuse_both(name: str, key: str, targeted: bool) -> None:
     if targeted:
-        raise ValueError(
-            f"adapter {name!r}: {key} is in target_modules and its weight in target_parameters; keep one"
-        )
+        raise AdapterError(name, f"{key} is in target_modules and its weight in target_parameters; keep one")
 
 
 def _parameters_spec(
@@ -99,21 +97,24 @@ def _check_target(model: nn.Module, name: str, config: LoraConfig, key: str, mod
     short = key.rpartition(".")[2]
     leave_out = f"remove it from target_modules, or pass exclude_modules=[{short!r}]"
     if type(module) is NonDynamicallyQuantizableLinear:
-        raise ValueError(
-            f"adapter {name!r}: target {key} is not supported: nn.MultiheadAttention reads its weight "
-            f"without calling the layer; {leave_out}"
+        raise AdapterError(
+            name,
+            f"target {key} is not supported: nn.MultiheadAttention reads its weight "
+            f"without calling the layer; {leave_out}",
         )
     if not is_linear(module) and not MultiLoRAEmbedding.serves(module):
-        raise ValueError(
-            f"adapter {name!r}: target {key} is a {type(module).__name__}; only nn.Linear, Conv1D and "
-            f"nn.Embedding are supported, and subclasses that keep nn.Linear's forward; {leave_out}"
+        raise AdapterError(
+            name,
+            f"target {key} is a {type(module).__name__}; only nn.Linear, Conv1D and "
+            f"nn.Embedding are supported, and subclasses that keep nn.Linear's forward; {leave_out}",
         )
     try:
         _check_lora_target_modules_mamba(config, model, short)
     except ValueError as error:
-        raise ValueError(
-            f"adapter {name!r}: target {key} is not supported: Mamba's kernels read its weight without "
-            f"calling the layer; {leave_out}"
+        raise AdapterError(
+            name,
+            f"target {key} is not supported: Mamba's kernels read its weight without "
+            f"calling the layer; {leave_out}",
         ) from error
 
 
@@ -166,9 +167,10 @@ def _resolve(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
             config.target_modules = []
             return config
         if kind not in DEFAULT_TARGETS:
-            raise ValueError(
-                f"adapter {name!r}: target_modules: expected names, a regular expression or 'all-linear': "
-                f"PEFT has no default for model type {kind!r}"
+            raise AdapterError(
+                name,
+                f"target_modules: expected names, a regular expression or 'all-linear': "
+                f"PEFT has no default for model type {kind!r}",
             )
         config.target_modules = sorted(DEFAULT_TARGETS[kind])
     return config
@@ -195,7 +197,7 @@ def translated(model: nn.Module, name: str, config: LoraConfig) -> LoraConfig:
             both = [*(translated.target_modules or ()), *(hidden.target_modules or ())]
             translated.target_modules = sorted(set(both))
     except ValueError as error:
-        raise ValueError(f"adapter {name!r}: target_modules: {str(error).rstrip('.')}") from error
+        raise AdapterError(name, f"target_modules: {str(error).rstrip('.')}") from error
     return translated
 
 

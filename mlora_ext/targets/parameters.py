@@ -10,6 +10,7 @@ from torch import nn
 
 from ..adapters.lora_config import init_kind
 from ..adapters.registry import kind_for
+from ..errors import AdapterError
 from ..layers.experts import MultiLoRAExperts, MultiLoRAGivenRows
 from ..layers.linear import MultiLoRALinear
 from ..layers.matrix import MultiLoRAMatrix
@@ -63,32 +64,37 @@ def in_order(module: nn.Module, names: list[str]) -> list[str]:
 
 def check_parameters(name: str, config: LoraConfig, key: str, module: nn.Module, names: list[str]) -> None:
     """Raises ValueError for targeted parameters of a module that cannot have adapters."""
-    what = f"adapter {name!r}: target_parameters: {key}.{names[0]}"
+    what = f"target_parameters: {key}.{names[0]}"
     for field in ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora"):
         if getattr(config, field):
-            raise ValueError(
+            raise AdapterError(
+                name,
                 f"{what} is a parameter, for which PEFT serves no {field}; leave {field}="
-                f"{getattr(config, field)!r} out, or target modules outside of the experts only"
+                f"{getattr(config, field)!r} out, or target modules outside of the experts only",
             )
     if is_weight(module, names):
         return
     adapters = kind_for(name, config)
     if not adapters.is_plain:
-        raise ValueError(f"{what}: adapters of kind {adapters.name!r} can be put on linear layers only")
+        raise AdapterError(
+            name, f"{what}: adapters of kind {adapters.name!r} can be put on linear layers only"
+        )
     if init_kind(config) == "orthogonal":
-        raise ValueError(
+        raise AdapterError(
+            name,
             f"{what} is a parameter, on which init_lora_weights='orthogonal' is not supported; use True or "
-            "'gaussian'"
+            "'gaussian'",
         )
     kind = next((one for one in _KINDS if one.serves(module)), None)
     if kind is None:
-        raise ValueError(f"{what} belongs to a {type(module).__name__}, which is not supported")
+        raise AdapterError(name, f"{what} belongs to a {type(module).__name__}, which is not supported")
     able = kind.candidates(module)
     others = [parameter for parameter in names if parameter not in able]
     if others:
-        raise ValueError(
-            f"adapter {name!r}: target_parameters: {key}.{others[0]} is not supported; in a "
-            f"{type(module).__name__} adapters can be put on {' and '.join(able)}"
+        raise AdapterError(
+            name,
+            f"target_parameters: {key}.{others[0]} is not supported; in a "
+            f"{type(module).__name__} adapters can be put on {' and '.join(able)}",
         )
 
 

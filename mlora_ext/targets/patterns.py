@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..errors import AdapterError
+
 if TYPE_CHECKING:
     from peft import LoraConfig
 
@@ -42,7 +44,7 @@ def check_patterns(modules: Iterable[tuple[str, nn.Module]], name: str, config: 
         try:
             re.compile(whole)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"adapter {name!r}: {field}: {given!r} is not a pattern: {error}") from error
+            raise AdapterError(name, f"{field}: {given!r} is not a pattern: {error}") from error
     risky = [one for one in patterns if len(re.findall(r"[*+?{|]", one[1])) > 1]
     if not risky:
         return
@@ -52,9 +54,10 @@ def check_patterns(modules: Iterable[tuple[str, nn.Module]], name: str, config: 
     slow = _too_slow(tuple(keys), tuple((how, whole) for *_, how, whole in risky))
     if slow is not None:
         field, given, *_ = risky[slow]
-        raise ValueError(
-            f"adapter {name!r}: {field}: {given!r} takes too long to match this model's names; write it "
-            "without a repeat inside a repeat, such as (a+)+"
+        raise AdapterError(
+            name,
+            f"{field}: {given!r} takes too long to match this model's names; write it "
+            "without a repeat inside a repeat, such as (a+)+",
         )
 
 

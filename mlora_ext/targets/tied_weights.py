@@ -13,6 +13,7 @@ from torch import nn
 
 from ..adapters.kind import LayerSpec
 from ..adapters.trained_parts import TRAINED_COPY
+from ..errors import AdapterError
 from ..layers.over_module import plain_module
 from ..layers.plain_linear import is_plain_linear
 from ..warn_caller import warn_caller
@@ -66,21 +67,24 @@ def tied_copies(
     for key in tied:
         module = plain_module(modules[key])
         if not is_plain_linear(module):
-            raise ValueError(
-                f"adapter {name!r}: ensure_weight_tying: {key} has the weight of {embedding} and is of class "
+            raise AdapterError(
+                name,
+                f"ensure_weight_tying: {key} has the weight of {embedding} and is of class "
                 f"{type(module).__name__}; only linear layers can share the embedding's copy (PEFT's forward "
-                "fails); leave ensure_weight_tying out"
+                "fails); leave ensure_weight_tying out",
             )
     if not any(one.rpartition(".")[2] in EMBEDDING_LAYER_NAMES for one in config.modules_to_save or ()):
-        raise ValueError(
-            f"adapter {name!r}: ensure_weight_tying: PEFT ties only {' and '.join(EMBEDDING_LAYER_NAMES)}, "
-            f"and modules_to_save names {wanted[0]}; name {tied[0]}, or leave ensure_weight_tying out"
+        raise AdapterError(
+            name,
+            f"ensure_weight_tying: PEFT ties only {' and '.join(EMBEDDING_LAYER_NAMES)}, "
+            f"and modules_to_save names {wanted[0]}; name {tied[0]}, or leave ensure_weight_tying out",
         )
     for key in tied:
         if getattr(modules[key], "bias", None) is not None:
-            raise ValueError(
-                f"adapter {name!r}: ensure_weight_tying: {key} has a bias, which PEFT leaves out of a tied "
-                "copy; leave ensure_weight_tying out"
+            raise AdapterError(
+                name,
+                f"ensure_weight_tying: {key} has a bias, which PEFT leaves out of a tied "
+                "copy; leave ensure_weight_tying out",
             )
     own = LayerSpec(0, 1.0, 0.0, TRAINED_COPY)
     return {embedding: own} | dict.fromkeys(tied, replace(own, tied_to=embedding))
@@ -112,8 +116,9 @@ def refuse_tied_targets(
     tied = tied_to_embedding(model, embedding)
     found = [key for key in layers if key in (embedding, *tied)]
     if tied and found:
-        raise ValueError(
-            f"adapter {name!r}: ensure_weight_tying is not supported for low-rank parts ({found[0]} is in "
+        raise AdapterError(
+            name,
+            f"ensure_weight_tying is not supported for low-rank parts ({found[0]} is in "
             "target_modules): PEFT gives the shared matrices two optimizer states, which both change them; "
-            "leave it out, or use modules_to_save or trainable_token_indices"
+            "leave it out, or use modules_to_save or trainable_token_indices",
         )

@@ -16,6 +16,7 @@ from ..adapters.trained_parts import (
     task_heads,
     task_of,
 )
+from ..errors import AdapterError
 from ..layers.copies import why_not_copied
 from ..layers.layer_kinds import layer_kind
 from ..layers.over_module import plain_module
@@ -46,9 +47,8 @@ def trained_layers(
     rows = _rows(model, name, config, modules)
     for key in rows:
         if key in copies:
-            raise ValueError(
-                f"adapter {name!r}: {key} is in modules_to_save and in trainable_token_indices; remove "
-                "one of them"
+            raise AdapterError(
+                name, f"{key} is in modules_to_save and in trainable_token_indices; remove one of them"
             )
     return copies | rows
 
@@ -76,10 +76,11 @@ def _copies(name: str, config: LoraConfig, modules: Mapping[str, nn.Module]) -> 
             continue  # such as an Identity in the place of a norm
         reason = why_not_copied(module)
         if reason is not None:
-            raise ValueError(
-                f"adapter {name!r}: modules_to_save: {key} {reason}; only modules that act on single rows, "
+            raise AdapterError(
+                name,
+                f"modules_to_save: {key} {reason}; only modules that act on single rows, "
                 "such as heads and norms, or have convolutions or batch normalisation, can be trained per "
-                "adapter"
+                "adapter",
             )
         found[key] = LayerSpec(0, 1.0, 0.0, TRAINED_COPY)
     _refuse_unmatched(name, config, wanted, list(found), modules)
@@ -90,7 +91,7 @@ def _head(name: str, config: LoraConfig) -> LayerSpec:
     """Returns the spec of a head that the base lacks; a classifier's config has `num_labels`, too."""
     labels = 2 if task_of(config) == "QUESTION_ANS" else getattr(config, "num_labels", None)
     if labels is None:
-        raise ValueError(f"adapter {name!r}: task_type={task_of(config)!r} needs num_labels")
+        raise AdapterError(name, f"task_type={task_of(config)!r} needs num_labels")
     return LayerSpec(int(labels), 1.0, 0.0, head_kind(config))
 
 
@@ -108,12 +109,13 @@ def _refuse_unmatched(
         short = list(dict.fromkeys(key.rpartition(".")[2] for key in modules))
         near = difflib.get_close_matches(one, short, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"adapter {name!r}: modules_to_save: {one!r} matches nothing in the model{hint}")
+        raise AdapterError(name, f"modules_to_save: {one!r} matches nothing in the model{hint}")
     task = task_of(config)
     if heads and not any(key.endswith(heads) for key in found):
-        raise ValueError(
-            f"adapter {name!r}: task_type={task!r} trains a head named {' or '.join(heads)}, and the model "
-            "has none; load it with its AutoModelFor... class, or leave task_type out"
+        raise AdapterError(
+            name,
+            f"task_type={task!r} trains a head named {' or '.join(heads)}, and the model "
+            "has none; load it with its AutoModelFor... class, or leave task_type out",
         )
 
 
@@ -131,9 +133,7 @@ def _rows(
     for target, tokens in asked.items():
         keys = [key for key in modules if key.endswith(target)]
         if not keys:
-            raise ValueError(
-                f"adapter {name!r}: trainable_token_indices: {target!r} matches nothing in the model"
-            )
+            raise AdapterError(name, f"trainable_token_indices: {target!r} matches nothing in the model")
         targets |= {key: list(tokens) for key in keys}
     found = {
         key: LayerSpec(len(tokens), 1.0, 0.0, TRAINED_ROWS, tokens=tuple(tokens))
@@ -144,9 +144,10 @@ def _rows(
         rows = LayerSpec(len(own), 1.0, 0.0, TRAINED_ROWS, tokens=tuple(own), tied_to=embedding)
         found |= dict.fromkeys(tied, rows)
     elif config.ensure_weight_tying and any(key in targets for key in tied):
-        raise ValueError(
-            f"adapter {name!r}: ensure_weight_tying: trainable_token_indices must name the same tokens for "
-            f"{embedding} and {', '.join(tied)}"
+        raise AdapterError(
+            name,
+            f"ensure_weight_tying: trainable_token_indices must name the same tokens for "
+            f"{embedding} and {', '.join(tied)}",
         )
     for key, spec in found.items():
         _check_rows(name, key, modules[key], spec)
@@ -157,21 +158,22 @@ def _check_rows(name: str, key: str, module: nn.Module, spec: LayerSpec) -> None
     plain = plain_module(module)
     known = isinstance(plain, nn.Embedding) or is_plain_linear(plain)
     if known and not has_plain_rows(module):
-        raise ValueError(
-            f"adapter {name!r}: trainable_token_indices: {key} is a {type(plain).__name__} with quantised or "
-            "sharded weights, whose rows cannot be trained; leave it out, or do not quantise it"
+        raise AdapterError(
+            name,
+            f"trainable_token_indices: {key} is a {type(plain).__name__} with quantised or "
+            "sharded weights, whose rows cannot be trained; leave it out, or do not quantise it",
         )
     try:
         layer_kind(module, spec.kind)
     except ValueError as error:
-        raise ValueError(
-            f"adapter {name!r}: trainable_token_indices: {key} is a {type(plain).__name__}; only plain "
-            "embeddings and linear layers have rows that can be trained"
+        raise AdapterError(
+            name,
+            f"trainable_token_indices: {key} is a {type(plain).__name__}; only plain "
+            "embeddings and linear layers have rows that can be trained",
         ) from error
     rows = plain.weight.shape[0]  # type: ignore[union-attr, index]
     for token in spec.tokens:
         if not 0 <= token < rows:
-            raise ValueError(
-                f"adapter {name!r}: trainable_token_indices: token {token} is outside of {key}, which has "
-                f"{rows} rows"
+            raise AdapterError(
+                name, f"trainable_token_indices: token {token} is outside of {key}, which has {rows} rows"
             )

@@ -22,6 +22,28 @@ class RunError(ValueError):
     """
 
 
+class NamedRunError(RunError):
+    """A fault of a task or a setting; printed as `what: message`.
+
+    Callers that name it in their own words take `message` alone: see `reason_of`.
+    """
+
+    def __init__(self, what: str, message: str) -> None:
+        super().__init__(what, message)
+        self.what, self.message = what, message
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.message}"
+
+
+def reason_of(error: ValueError, *names: str) -> str:
+    """Returns an error's message without the name of what is at fault, if that is one of these names.
+
+    Errors that have such names are `NamedRunError` and those of `mlora_ext.errors`.
+    """
+    return error.message if getattr(error, "what", None) in names else str(error)  # type: ignore[attr-defined]
+
+
 class MemoryLimitError(ValueError):
     """Something does not fit into an engine's memory limit; the message says how much would."""
 
@@ -105,7 +127,7 @@ def unknown_value(value: str, known: Sequence[str], elsewhere: Mapping[str, str]
     return f"{value!r} is unknown; did you mean {others.get(found, found)!r}?"
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """Returns the first non-empty line of the message without its full stop, else the error's type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].removesuffix(".") if lines else type(error).__name__

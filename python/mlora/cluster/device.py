@@ -9,7 +9,7 @@ import torch
 
 from mlora.cluster.allocators import bound_caches, give_back_freed_memory, keep_freed_memory
 from mlora.config.run_config import RunConfig
-from mlora.errors import RunError, first_line
+from mlora.errors import NamedRunError, RunError, first_line
 
 
 def choose_device(device: str | None, dtype: torch.dtype) -> str:
@@ -77,9 +77,10 @@ def set_allocators(limit: int | None, device: torch.device) -> None:
     elif limit is not None:
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
-            raise RunError(
-                f"memory_limit: needs PyTorch's own allocator, this process uses {backend}; unset "
-                "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+            raise NamedRunError(
+                "memory_limit",
+                f"needs PyTorch's own allocator, this process uses {backend}; unset "
+                "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF",
             )
         index = torch.cuda.current_device() if device.index is None else device.index
         total = torch.cuda.mem_get_info(index)[1]

@@ -9,6 +9,7 @@ from typing import Any
 from mlora.data.record import NOT_TRAINED, Sample
 from mlora.objectives.objective import Objective
 from mlora.objectives.options import owner_of
+from mlora_ext.errors import AdapterError
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +116,8 @@ def joined(name: str, samples: Sequence[Any], objective: Objective) -> list[Any]
         if isinstance(sample, kind):
             continue
         if objective.takes == "sequences" and isinstance(sample, Pair | Judged):
-            raise ValueError(
-                f"adapter {name!r}: its objective takes single sequences, got a preference sample"
-            )
-        raise ValueError(
-            f"adapter {name!r}: its objective takes {kind.__name__} samples, got {type(sample).__name__}"
-        )
+            raise AdapterError(name, "its objective takes single sequences, got a preference sample")
+        raise AdapterError(name, f"its objective takes {kind.__name__} samples, got {type(sample).__name__}")
     return make(name, samples, objective)
 
 

@@ -13,10 +13,11 @@ from mlora.engine.stage_starts import StageStarts
 from mlora.model.task_heads import why_not_started
 from mlora_ext.adapters.lora_config import init_kind
 from mlora_ext.adapters.trained_parts import task_of
+from mlora_ext.errors import AdapterError
 from mlora_ext.layers.adapter_weights import adapter_layers
 from mlora_ext.start.passes import initialise
 from mlora_ext.start.statistics import start_specs
-from mlora_ext.targets.add_remove import no_quantized_layer
+from mlora_ext.targets.add_remove import NO_QUANTIZED_LAYER
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -37,7 +38,7 @@ def start_from_weights(engine: Any, name: str, source: str) -> None:
         return sum(answer["layers"] for answer in answers)
 
     if ask(StageStarts.open_originals, source=source) == 0:
-        raise ValueError(no_quantized_layer(name))
+        raise AdapterError(name, NO_QUANTIZED_LAYER)
     for layer in adapter_layers(engine.registry, name):
         # one at a time: a large one takes a minute, and the watchdog ends processes that seem to hang
         ask(StageStarts.start_from_weights, layer=layer)
@@ -88,7 +89,7 @@ class EnginePasses:
         self._how, self._settings = init_kind(config), config.eva_config
         reason = why_not_started(config)
         if reason is not None:
-            raise ValueError(f"adapter {name!r}: {reason}")
+            raise AdapterError(name, f"{reason}")
         self._by_label = task_of(config) not in ("SEQ_CLS", "QUESTION_ANS")
         parts = [[part for sample in batch for part in sample.parts] for batch in batches]
         alone = [[part] for batch in parts for part in batch]

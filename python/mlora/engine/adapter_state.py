@@ -12,6 +12,7 @@ from mlora.memory.estimate import MemorySample
 from mlora.objectives.objective import CrossEntropy, Objective
 from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.step_rule import LossScaler, StepRule, Update
+from mlora_ext.errors import AdapterError
 
 
 @dataclass(frozen=True)
@@ -226,9 +227,10 @@ class AdapterStates(dict[str, AdapterState]):
         """Returns an adapter's state; raises ValueError if a batch of it is under way."""
         state = self.of(name)
         if any(name in future.owners for future in self.under_way):
-            raise ValueError(
-                f"adapter {name!r}: a batch of it is under way; call finish with its future, or take all "
-                "results of evaluate_each, first"
+            raise AdapterError(
+                name,
+                "a batch of it is under way; call finish with its future, or take all "
+                "results of evaluate_each, first",
             )
         return state
 

@@ -13,11 +13,16 @@ from mlora.engine.memory_limit import MemoryLimit, in_units
 from mlora.errors import MemoryLimitError
 from mlora.memory.estimate import MemorySample
 from mlora.scheduler import sum_of, within
+from mlora_ext.errors import AdapterError
 
 STAND_IN = "stand-in"  # the adapter whose memory is asked about where the base model is alone
 FORESEEN = 256  # rows of a sequence that samples reach from the start
 Batch = Mapping[Any, Sequence[Sample]]
 """Samples by adapter name."""
+
+
+class AdapterLimitError(AdapterError, MemoryLimitError):
+    """An adapter, or a sample of it, does not fit into an engine's memory limit."""
 
 
 class BatchAdmission:
@@ -48,10 +53,11 @@ class BatchAdmission:
         if missing >= 0:
             size = max(memory.adapters.admitted(name))
             others = len(names) - 1
-            raise MemoryLimitError(
-                f"adapter {name!r}: its weights, gradients and optimizer need {in_units(size)} beside "
+            raise AdapterLimitError(
+                name,
+                f"its weights, gradients and optimizer need {in_units(size)} beside "
                 f"{others} other adapter{'s' * (others != 1)}; {memory.taken(memory.base, memory.reserved)}; "
-                f"remove an adapter, lower its rank, or raise the limit by {in_units(missing)}"
+                f"remove an adapter, lower its rank, or raise the limit by {in_units(missing)}",
             )
 
     def cut(self, batches: Batch, least: int) -> list[Batch]:
@@ -67,7 +73,7 @@ class BatchAdmission:
             self._look_again()
             found = self._smallest_cut(batches, least, among)
         if found is None:
-            raise MemoryLimitError(self._refusal(batches, among))
+            raise self._refusal(batches, among)
         return found
 
     def bounds(self, pieces: Iterable[Batch]) -> list[Sequence[float]]:
@@ -141,25 +147,27 @@ class BatchAdmission:
         self._memory.adapters.expect(among[0], reach)
         return among
 
-    def _refusal(self, batches: Batch, among: Sequence[str]) -> str:
-        """Returns why not even single samples fit: about the one that needs the most."""
+    def _refusal(self, batches: Batch, among: Sequence[str]) -> AdapterLimitError:
+        """Returns the error that not even single samples fit: about the one that needs the most."""
         samples, memory = _single(batches), self._memory
         needs = self._bounds(samples, among)
         worst = max(range(len(needs)), key=lambda index: max(needs[index]))
         ((name, own),), need = _rows(samples[worst]).items(), needs[worst]
         taken, free = memory.taken(memory.base, memory.reserved), self._free(list(self._states))
         if max(need) == math.inf:
-            return (
-                f"adapter {name!r}: too little memory is free to measure what a micro-batch needs; {taken}; "
-                "call finish for the batches under way, remove an adapter, or raise the limit"
+            return AdapterLimitError(
+                name,
+                f"too little memory is free to measure what a micro-batch needs; {taken}; "
+                "call finish for the batches under way, remove an adapter, or raise the limit",
             )
         limited = sum(bool(future.bounds) for future in self._states.under_way)
         held = [min(most, limited + 1) for most in memory.room().held]
         missing = max(size * count - most for size, count, most in zip(need, held, free, strict=True))
-        return (
-            f"adapter {name!r}: a sample of {sum(own)} tokens needs {in_units(max(need))}, but the states of "
+        return AdapterLimitError(
+            name,
+            f"a sample of {sum(own)} tokens needs {in_units(max(need))}, but the states of "
             f"{len(self._states)} adapters leave {in_units(max(0, min(free)))}; {taken}; shorten it, remove "
-            f"an adapter, or raise the limit by {in_units(max(1, missing))}"
+            f"an adapter, or raise the limit by {in_units(max(1, missing))}",
         )
 
 

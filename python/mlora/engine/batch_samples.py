@@ -13,6 +13,7 @@ from mlora.errors import check_kind
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.objective import CrossEntropy, Objective
 from mlora.objectives.options import START
+from mlora_ext.errors import AdapterError
 
 _CROSS_ENTROPY = CrossEntropy()
 
@@ -45,11 +46,11 @@ def _check_labels(name: str | None, objective: Objective, samples: Sequence[Any]
     for part in (part for sample in samples for part in sample.sequences):
         if not isinstance(objective, LabelObjective):
             if part.is_labelled:
-                raise ValueError(f"adapter {name!r}: expected labels that are tokens, got a LabelledSample")
+                raise AdapterError(name, "expected labels that are tokens, got a LabelledSample")
         elif not part.is_labelled:
-            raise ValueError(f"adapter {name!r}: expected a LabelledSample, got a {type(part).__name__}")
+            raise AdapterError(name, f"expected a LabelledSample, got a {type(part).__name__}")
         elif fault := objective.fault(part.labels, part.facts):
-            raise ValueError(f"adapter {name!r}: {fault}")
+            raise AdapterError(name, f"{fault}")
 
 
 def _check_reference(states: AdapterStates, name: str, objective: Objective) -> None:
@@ -59,12 +60,14 @@ def _check_reference(states: AdapterStates, name: str, objective: Objective) -> 
         return
     known = states.get(str(owner))
     if known is None or known.replica != states[name].replica:
-        raise ValueError(
-            f"adapter {name!r}: objective.reference: no adapter {objective.reference!r} on this engine"
-            f"{'' if known is None else ' and in its replica'}; create it first"
+        raise AdapterError(
+            name,
+            f"objective.reference: no adapter {objective.reference!r} on this engine"
+            f"{'' if known is None else ' and in its replica'}; create it first",
         )
     if isinstance(known.objective, LabelObjective):
-        raise ValueError(
-            f"adapter {name!r}: objective.reference: {objective.reference!r} is a classifier, which has "
-            "no log-probabilities of tokens"
+        raise AdapterError(
+            name,
+            f"objective.reference: {objective.reference!r} is a classifier, which has "
+            "no log-probabilities of tokens",
         )

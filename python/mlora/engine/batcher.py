@@ -30,6 +30,7 @@ from mlora.objectives.registry import CROSS_ENTROPY
 from mlora.optim.optimizer import OptimizerError
 from mlora.optim.step_rule import Update
 from mlora.pipeline.order import ALONE, RoundPosition
+from mlora_ext.errors import AdapterError
 
 
 class Batcher:
@@ -106,9 +107,8 @@ class Batcher:
         for name in batches:
             self._states.of(name)
             if any(name in future.ends for future in self._states.under_way):
-                raise ValueError(
-                    f"adapter {name!r}: a batch that ends its accumulation is under way; call finish and "
-                    "optim_step first"
+                raise AdapterError(
+                    name, "a batch that ends its accumulation is under way; call finish and optim_step first"
                 )
         replicas = {self._states[name].replica for name in batches}
         if len(replicas) > 1:
@@ -248,7 +248,7 @@ class Batcher:
         """Raises OptimizerError for the first adapter whose optimizer has failed; the base has none."""
         for name in names:
             if name in self._states and self._states[name].fault:
-                raise OptimizerError(self._states[name].fault)
+                raise OptimizerError(f"adapter {name!r}: {self._states[name].fault}")
 
     def _raise_faults(self, results: Mapping[str, BatchResult]) -> None:
         """Raises OptimizerError if an optimizer has failed, LossError if an objective has."""
@@ -262,8 +262,7 @@ class Batcher:
         found = dict(results)
         for name in results:
             if name in self._states and self._states[name].fault:
-                reason = self._states[name].fault.partition(": ")[2]
-                found[name] = replace(results[name], loss_sum=math.nan, fault=reason)
+                found[name] = replace(results[name], loss_sum=math.nan, fault=self._states[name].fault)
         return found
 
     def _note_failures(self, of_stages: Iterable[Mapping[str, str]]) -> None:
@@ -370,9 +369,9 @@ class Batcher:
                 check_kind(f"adapter {owner!r}", ids, "a list of sequences of token ids", Sequence)
             objective = None if owner in (None, BASE) else self._states.of(str(owner)).objective
             if isinstance(objective, LabelObjective) and not isinstance(objective, SingleLabel):
-                raise ValueError(
-                    f"adapter {owner!r}: its head predicts neither a token nor one label; save it, and load "
-                    "its folder with PEFT"
+                raise AdapterError(
+                    owner,
+                    "its head predicts neither a token nor one label; save it, and load its folder with PEFT",
                 )
         found: dict[str, list[int]] = {}
         samples = {

@@ -47,6 +47,7 @@ from mlora_ext.adapters.kind import LayerSpec, ParameterSpec, TensorSpec, one_by
 from mlora_ext.adapters.lora import Lora
 from mlora_ext.adapters.registry import adapter_kind
 from mlora_ext.adapters.trained_parts import TASK_HEAD, TASK_HEAD_WITH_BIAS, TRAINED_COPY, TRAINED_PARTS
+from mlora_ext.errors import AdapterError
 from mlora_ext.layers.adapter_layer import AdapterLayer
 from mlora_ext.layers.bank import PAGE_ROWS, AdapterSlot
 from mlora_ext.layers.layer_kinds import layer_kind
@@ -192,8 +193,8 @@ class DryStage:
             prepare_head(self._model, lora)
             found = target_layers(self._model, _NAME, copy.deepcopy(lora))
             refuse_sample_copies(self._model, _NAME, found)
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix(f"adapter {_NAME!r}: ")) from error
+        except AdapterError as error:
+            raise ValueError(error.message) from error
         if cut is None:
             return found
         for name, spec in found.items():

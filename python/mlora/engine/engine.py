@@ -53,6 +53,7 @@ from mlora.pipeline.stage import Verb
 from mlora.pipeline.trace import Entry
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
 from mlora_ext.backends.gpu_base_gemm import Record, Shape, times_of
+from mlora_ext.errors import AdapterError, NamedError
 from mlora_ext.frozen.base_gemm import base_gemm_of
 from mlora_ext.interop.quantization_file import warn_of_base
 from mlora_ext.interop.read_folder import adapter_weights, read_config
@@ -306,13 +307,14 @@ class Engine(Batcher):
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         if self.adapters:
-            raise ValueError(f"memory_limit: set it before there are adapters, got {len(self.adapters)}")
+            raise NamedError("memory_limit", f"set it before there are adapters, got {len(self.adapters)}")
         if self.replicas > 1:
-            raise ValueError("memory_limit: cannot be used with several replicas; use one")
+            raise NamedError("memory_limit", "cannot be used with several replicas; use one")
         if self.stages > 1 and not self._spread:
-            raise ValueError(
-                "memory_limit: needs a process for each stage, but these stages are threads of one process; "
-                "use one stage, or start the run with `mlora train` or torchrun"
+            raise NamedError(
+                "memory_limit",
+                "needs a process for each stage, but these stages are threads of one process; "
+                "use one stage, or start the run with `mlora train` or torchrun",
             )
         set_allocators(limit, self.device)
         samples = MeasuredSamples(self, limit)
@@ -461,16 +463,17 @@ class Engine(Batcher):
             ("label_names", label_names, "a list of texts, or None", Sequence, NoneType),
         )
         if name in self._states:
-            raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
+            raise AdapterError(name, "the engine has an adapter of this name")
         if start_weights is not None and (lora is None or init_from is not None or not needs_weights(lora)):
-            raise ValueError(f"adapter {name!r}: start_weights: needs lora with init_lora_weights='loftq'")
+            raise AdapterError(name, "start_weights: needs lora with init_lora_weights='loftq'")
         if start_batches is not None and (lora is None or init_from is not None or not needs_data(lora)):
-            raise ValueError(
-                f"adapter {name!r}: start_batches: needs lora with an init_lora_weights that looks at data "
-                "(eva, corda, lora_ga), and no init_from; remove it"
+            raise AdapterError(
+                name,
+                "start_batches: needs lora with an init_lora_weights that looks at data "
+                "(eva, corda, lora_ga), and no init_from; remove it",
             )
         if lora is None and init_from is None:
-            raise ValueError(f"adapter {name!r}: expected lora or init_from, got neither")
+            raise AdapterError(name, "expected lora or init_from, got neither")
         labels: dict[str, Any] = {"num_labels": num_labels, "problem_type": problem_type}
         labels["label_names"] = None if label_names is None else list(label_names)
         lora = labelled(name, lora, init_from, labels)
@@ -516,11 +519,9 @@ class Engine(Batcher):
         if made.reference == START and init_from is None:
             raise ObjectiveError(f"{START}: give init_from, whose weights it compares with", ("reference",))
         if name in self._states:
-            raise ValueError(f"adapter {name!r}: the engine has an adapter of this name")
+            raise AdapterError(name, "the engine has an adapter of this name")
         if lora is not None and lora.inference_mode:
-            raise ValueError(
-                f"adapter {name!r}: inference_mode=True: an engine trains its adapters; leave it out"
-            )
+            raise AdapterError(name, "inference_mode=True: an engine trains its adapters; leave it out")
         folder = None if init_from is None else os.fspath(init_from)
         with ExitStack() as unless_created:
             if self._admission is not None and self.memory is not None:
@@ -534,9 +535,7 @@ class Engine(Batcher):
             of_labels = label_objective(router_of(self.registry).adapters[name].config)
             if of_labels is not None:
                 if spec != CROSS_ENTROPY:
-                    raise ValueError(
-                        f"adapter {name!r}: a classifier has a loss of its own; leave the objective out"
-                    )
+                    raise AdapterError(name, "a classifier has a loss of its own; leave the objective out")
                 made, spec = objective_of(of_labels), of_labels
             if self.registry is self.model:
                 self._part.own(name, optim, trained=trained)
@@ -609,9 +608,9 @@ class Engine(Batcher):
         """
         adapter = self._states.at_rest(name)
         if adapter.fault:
-            raise OptimizerError(adapter.fault)
+            raise OptimizerError(f"adapter {name!r}: {adapter.fault}")
         if adapter.units == 0:
-            raise ValueError(f"adapter {name!r}: has no gradient; call forward_backward first")
+            raise AdapterError(name, "has no gradient; call forward_backward first")
         squares = adapter.squares
         if squares is None:
             squares = sum(float(part) for part in self._control(StageWorker.squares, name))
@@ -675,23 +674,22 @@ class Engine(Batcher):
         weights = mlora_ext.adapter_parameters(self.registry, name)
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
-            raise ValueError(f"adapter {name!r}: the state is that of an adapter with other layers or ranks")
+            raise AdapterError(name, "the state is that of an adapter with other layers or ranks")
         optimized = self._optimized(name, weights, adapter.rule.config)
         if state["moments"] and state["moments"].keys() != optimized:
-            raise ValueError(
-                f"adapter {name!r}: state: the optimizer's moments are those of other Parameters"
-            )
+            raise AdapterError(name, "state: the optimizer's moments are those of other Parameters")
         if state.get("start_digest") != adapter.start_digest:
-            raise ValueError(
-                f"adapter {name!r}: init_from holds other weights than those that it began with, and its "
-                "objective compares with these; put them back"
+            raise AdapterError(
+                name,
+                "init_from holds other weights than those that it began with, and its "
+                "objective compares with these; put them back",
             )
         tensors = {key: state[key] for key in ("weights", "gradients", "moments")}
         arguments = {"updates": state["updates"], "seed": state["dropout_seed"], "state": tensors}
         try:
             self._control(StageWorker.load, name, **arguments)
         except ValueError as error:
-            raise ValueError(f"adapter {name!r}: {error}") from error
+            raise AdapterError(name, f"{error}") from error
         router_of(self.registry).adapters[name].seed = state["dropout_seed"]
         adapter.load_state_dict(state)
 

@@ -16,6 +16,7 @@ from mlora.model.labels import add_labels, check_labels
 from mlora.model.task_heads import check_heads, prepare_head
 from mlora_ext.adapters.registry import kind_for
 from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of
+from mlora_ext.errors import AdapterError
 from mlora_ext.interop.read_folder import load_into, read_config
 from mlora_ext.targets.add_remove import put_on
 from mlora_ext.targets.trained import warn_of_trained_parts
@@ -90,5 +91,5 @@ def labelled(
         if config is not None:
             check_labels(config)
     except ValueError as error:
-        raise ValueError(f"adapter {name!r}: {error}") from error
+        raise AdapterError(name, f"{error}") from error
     return lora

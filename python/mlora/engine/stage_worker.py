@@ -263,7 +263,7 @@ class StageWorker(Worker):
         failed: dict[str, str] = {}
         for name, update in updates.items():
             try:
-                with FailuresOf(name, self._optimizers[name]):
+                with FailuresOf(self._optimizers[name]):
                     self._optimizers[name].apply(update)
             except OptimizerError as error:
                 failed[name] = str(error)
@@ -459,14 +459,14 @@ class StageWorker(Worker):
 
 
 class FailuresOf:
-    """Raises whatever an optimizer raises as an OptimizerError that names the adapter.
+    """Raises whatever an optimizer raises as an OptimizerError that names the optimizer.
 
     An optimizer of one's own may raise anything. Errors of files and of memory pass as they are: they concern
     the whole run.
     """
 
-    def __init__(self, name: str, optimizer: Optimizer) -> None:
-        self._name, self._optimizer = name, optimizer
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
 
     def __enter__(self) -> None:
         pass
@@ -475,6 +475,6 @@ class FailuresOf:
         if not isinstance(error, Exception) or isinstance(error, OSError) or is_out_of_memory(error):
             return
         optimizer = self._optimizer
-        what = f"adapter {self._name!r}: its optimizer ({optimizer.config.optim}) failed in step"
+        what = f"its optimizer ({optimizer.config.optim}) failed in step"
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise OptimizerError(f"{what} {optimizer.steps + 1}: {reason}") from error

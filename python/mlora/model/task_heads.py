@@ -19,6 +19,7 @@ from mlora_ext.adapters.trained_parts import (
     task_heads,
     task_of,
 )
+from mlora_ext.errors import AdapterError
 from mlora_ext.interop.body_names import check_body_names
 from mlora_ext.layers.adapter_weights import adapter_layers
 from mlora_ext.layers.copies import TrainedCopies
@@ -133,9 +134,10 @@ def check_heads(model: nn.Module, name: str) -> None:
     low_rank = list(head.specs) if isinstance(head, MultiLoRALinear) else []
     if low_rank and label_adapters(model):
         remove_adapter(model, name)
-        raise ValueError(
-            f"adapter {name!r}: classifiers (task_type) cannot be trained beside adapters with the output "
-            f"head in target_modules ({', '.join(low_rank)}); use modules_to_save for it, or another run"
+        raise AdapterError(
+            name,
+            f"classifiers (task_type) cannot be trained beside adapters with the output "
+            f"head in target_modules ({', '.join(low_rank)}); use modules_to_save for it, or another run",
         )
     for key, layer in adapter_layers(model, name).items():
         spec = layer.specs[name]
@@ -144,7 +146,7 @@ def check_heads(model: nn.Module, name: str) -> None:
         source: Any = model.get_submodule(spec.tied_to)
         if (source.frozen.device.type == "meta") is not (layer.frozen.device.type == "meta"):
             remove_adapter(model, name)
-            raise ValueError(f"adapter {name!r}: {stages_apart(key, spec)}")
+            raise AdapterError(name, f"{stages_apart(key, spec)}")
 
 
 def stages_apart(key: str, spec: LayerSpec) -> str:
@@ -157,10 +159,11 @@ def refuse_sample_copies(model: nn.Module, name: str, layers: Mapping[str, Layer
     """Raises ValueError if an adapter trains a copy of a module that needs whole samples."""
     for key, spec in layers.items():
         if layer_kind(model.get_submodule(key), spec.kind) is SampleCopies:
-            raise ValueError(
-                f"adapter {name!r}: modules_to_save: {key} has convolutions or batch normalisation, which "
+            raise AdapterError(
+                name,
+                f"modules_to_save: {key} has convolutions or batch normalisation, which "
                 "need whole samples, and a run packs the rows of all samples; leave it out, or train it in a "
-                "loop of your own"
+                "loop of your own",
             )
 
 

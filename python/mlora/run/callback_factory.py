@@ -39,11 +39,11 @@ def check_given(given: Sequence[Any]) -> None:
             )
 
 
-def named_callbacks(adapter: str, specs: Sequence[Any]) -> list[TrainerCallback]:
+def named_callbacks(specs: Sequence[Any]) -> list[TrainerCallback]:
     """Returns new callbacks of what ``callbacks`` of a config names; RunError if one cannot be made."""
     found: list[TrainerCallback] = []
     for index, spec in enumerate(specs):
-        where = f"{adapter}: callbacks[{index}]"
+        where = f"callbacks[{index}]"
         options = {key: value for key, value in spec.items() if key != "name"} if _maps(spec) else {}
         found += _made(partial(_imported(spec, where), **options), where)
     return found
@@ -57,7 +57,7 @@ def given_callbacks(adapter: str, given: Sequence[Any]) -> list[TrainerCallback]
     """
     found: list[TrainerCallback] = []
     for index, one in enumerate(given):
-        where = f"{adapter}: callbacks[{index}]"
+        where = f"callbacks[{index}]"
         if isinstance(one, type):
             found += _made(one, where)
         elif _is_callback(one):

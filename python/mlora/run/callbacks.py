@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.device import choose_device, dtype_of
 from mlora.config.run_config import RunConfig
-from mlora.errors import RunError, first_line
+from mlora.errors import NamedRunError, RunError, first_line, reason_of
 from mlora.objectives.own_code import TorchSettings, is_own_failure
 from mlora.run.callback_factory import Refusals, check_given, given_callbacks, named_callbacks
 from mlora.run.logs import logs_of
@@ -53,8 +53,11 @@ class Callbacks(Reporter):
         `specs` are the ``callbacks`` of its config.
         """
         if adapter not in self._made:
-            named = named_callbacks(adapter, specs or ())
-            self._made[adapter] = named + given_callbacks(adapter, self._given)
+            try:
+                made = named_callbacks(specs or ()) + given_callbacks(adapter, self._given)
+            except RunError as error:
+                raise NamedRunError(adapter, str(error)) from error
+            self._made[adapter] = made
         return self._made[adapter]
 
     def begin(self, task: Task) -> None:
@@ -64,7 +67,7 @@ class Callbacks(Reporter):
         try:
             callbacks = self.make(task.name, task.config.callbacks)
         except RunError as error:  # of an adapter that has joined the run
-            self._refused[task.name] = str(error).removeprefix(f"{task.name}: ")
+            self._refused[task.name] = reason_of(error, task.name)
             return
         kept = task.progress.callbacks
         names = [type(one).__name__ for one in callbacks]

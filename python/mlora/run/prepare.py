@@ -24,7 +24,7 @@ from mlora.engine.engine import Engine
 from mlora.engine.full_engine import FullEngine
 from mlora.engine.measured_samples import MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit
-from mlora.errors import RunError, first_fault, first_line
+from mlora.errors import RunError, first_fault, first_line, reason_of
 from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo, router_loss_fault
@@ -273,8 +273,7 @@ def limit_memory(config: RunConfig, engine: Engine, earlier: int = 0) -> MemoryL
         held = held_batches(config)
         return engine.limit_memory(limit, enforce=False, held=held, earlier=earlier, name=LIMIT)
     except ValueError as error:
-        line = first_line(error).removeprefix("memory_limit: ")
-        raise RunError(f"scheduler.memory_limit: {line}") from error
+        raise RunError(f"{LIMIT}: {first_line(reason_of(error, 'memory_limit'))}") from error
 
 
 def _used_by_base(engine: Engine) -> int:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from mlora.engine.engine import Engine
 from mlora.engine.put_adapter import lora_of
-from mlora.errors import RunError, first_line
+from mlora.errors import NamedRunError, RunError, first_line
 from mlora.files.disk import checksum_of, os_errors, write_file, write_tensors
 from mlora.files.run_folder import OWN_FILES, RunFolder
 from mlora.files.state_files import best_file, read_state
@@ -40,11 +40,12 @@ def restore_adapter(
         _create_adapter(engine, task, group, state)
         engine.load_state_dict(task.name, state)
     except ValueError as error:
-        raise RunError(f"{task.name}: cannot be restored: {where}: {first_line(error)}") from error
+        raise NamedRunError(task.name, f"cannot be restored: {where}: {first_line(error)}") from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise RunError(
-            f"{task.name}: cannot be restored: {where} does not hold an adapter's state "
-            f"({type(error).__name__}: {first_line(error)})"
+        raise NamedRunError(
+            task.name,
+            f"cannot be restored: {where} does not hold an adapter's state "
+            f"({type(error).__name__}: {first_line(error)})",
         ) from error
 
 

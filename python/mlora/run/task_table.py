@@ -10,7 +10,7 @@ from mlora.config.lora_fields import lora_warnings
 from mlora.config.sweep_config import is_trial
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import AdmissionCandidate, MemoryLimit
-from mlora.errors import RunError
+from mlora.errors import RunError, reason_of
 from mlora.files.run_folder import RunFolder
 from mlora.memory.estimate import MemorySample
 from mlora.planning.task_memory import TaskMemory, memory_need
@@ -178,13 +178,13 @@ class TaskTable:
         try:
             check(task)
         except ValueError as error:
-            self.unfits(task, str(error))
+            self.unfits(task, reason_of(error, f"adapter {task.name!r}"))
             return False
         return True
 
     def unfits(self, task: Task, message: str) -> None:
         """Refuses a task for which there is no room; it must not be on the engine."""
-        self.unfit[task.name] = message.removeprefix(f"adapter {task.name!r}: ")
+        self.unfit[task.name] = message
         self.refuse(task.name, self.unfit[task.name])
 
     def take(self, request: Request, unfit: Mapping[str, str] | None) -> None:
@@ -317,10 +317,11 @@ class TaskTable:
         try:
             bring_back(self.engine, task, self.admission.slots[task.name], self.folder.states)
         except ValueError as error:
+            reason = reason_of(error, task.name, f"adapter {task.name!r}")
             if begins:
-                self.refuse(task.name, str(error).removeprefix(f"adapter {task.name!r}: "))
+                self.refuse(task.name, reason)
             else:
-                self._end(task, "stopped", str(error).removeprefix(f"{task.name}: "))
+                self._end(task, "stopped", reason)
             return False
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

@@ -125,7 +125,7 @@ def evaluate_adapters(
         RunError: there is no such run, adapter, checkpoint or data, or memory runs out.
     """
     folder, config, adapters = open_run(run_dir)
-    chosen, notes = _chosen(folder, adapters, names, checkpoint)
+    chosen, left_out = _chosen(folder, adapters, names, checkpoint)
     builder = TaskBuilder(config, BaseInfo(config.base_model, config.base_folder))
     with ExitStack() as stack:
         tasks = []
@@ -136,9 +136,10 @@ def evaluate_adapters(
             except RunError as error:
                 if names:
                     raise
-                notes.append(f"left out: {error}")
+                left_out.append(str(error))
         if not tasks:
-            raise RunError("\n".join(dict.fromkeys(note.removeprefix("left out: ") for note in notes)))
+            raise RunError("\n".join(dict.fromkeys(left_out)))
+        notes = [f"left out: {reason}" for reason in left_out]
         measured = {task.name: chosen[task.name] for task in tasks}
         for name, found in measured.items():
             if found.checkpoint is not None:
@@ -162,7 +163,7 @@ def _chosen(
 ) -> tuple[dict[str, FoundWeights], list[str]]:
     """Returns the weights to measure, by adapter, and why those of others are left out."""
     found: dict[str, FoundWeights] = {}
-    notes: list[str] = []
+    left_out: list[str] = []
     for name in names or adapters:
         named_adapter(folder, adapters, name)
         try:
@@ -170,10 +171,10 @@ def _chosen(
         except RunError as error:
             if names:
                 raise
-            notes.append(f"left out: {error}")
+            left_out.append(str(error))
     if not found:
-        raise RunError("\n".join(note.removeprefix("left out: ") for note in notes))
-    return found, notes
+        raise RunError("\n".join(left_out))
+    return found, left_out
 
 
 def _task(

@@ -18,7 +18,7 @@ import mlora_ext
 from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import RunConfig
 from mlora.engine.put_adapter import lora_of, put_adapter
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError, first_line, reason_of
 from mlora.files.disk import os_errors
 from mlora.model.base_info import DIGEST, BaseInfo
 from mlora.model.pretrained import skeleton
@@ -90,7 +90,7 @@ def _check(folder: Path) -> None:
     try:
         read_config(folder)
     except ValueError as error:
-        raise RunError(first_line(error).removeprefix("folder: ")) from error
+        raise RunError(first_line(reason_of(error, "folder"))) from error
 
 
 def empty_model(config: RunConfig) -> nn.Module:
