@@ -145,12 +145,14 @@ class Optimizer(ABC):
 
     def gradients(self) -> dict[int, Tensor]:
         """Returns the gradients that backward has added to, by the index of their Parameter."""
-        found: dict[int, Tensor] = {}
-        for i, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is not None and not (self._cleared and self._is_blank(i, gradient)):
-                found[i] = gradient
-        return found
+        cleared, written, adapter = self._cleared, self._written, self._adapter
+        return {
+            i: gradient
+            for i, parameter in enumerate(self.parameters)
+            if (gradient := parameter.grad) is not None
+            # a held gradient that nothing was added to since it was zeroed counts as none
+            and not (cleared and gradient._version == cleared[i] and adapter not in written[i])
+        }
 
     def squares(self) -> Tensor:
         """Returns the sum of the squares of the gradients: `[]` fp64, on their device."""
@@ -222,9 +224,6 @@ class Optimizer(ABC):
     def _clear(self, index: int, gradient: Tensor) -> None:
         self._cleared[index] = gradient._version
         self._written[index].discard(self._adapter)
-
-    def _is_blank(self, index: int, gradient: Tensor) -> bool:
-        return gradient._version == self._cleared[index] and self._adapter not in self._written[index]
 
     def state_dict(self) -> dict[str, list[Tensor]]:
         """Returns copies of `state` by `keys`; nothing if no Parameter has any."""
