@@ -14,7 +14,6 @@ from pydantic import (
     StrictBool,
     ValidationInfo,
     WithJsonSchema,
-    create_model,
 )
 
 from mlora.config.aliases import nearest
@@ -30,12 +29,9 @@ if TYPE_CHECKING:
     from mlora_ext.adapters.kind import LayerSpec
 
 
-def _schema(kind: str, items: dict[str, Any] | None = None) -> dict[str, Any]:
-    return {"type": kind, "items": items} if items else {"type": kind}
-
-
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]}
+def _or_null(*kinds: dict[str, Any]) -> WithJsonSchema:
+    """Returns the JSON schema of a field that PEFT checks: one of these kinds, or null."""
+    return WithJsonSchema({"anyOf": [*kinds, {"type": "null"}]})
 
 
 def _note(value: Any, info: ValidationInfo) -> Any:
@@ -100,21 +96,17 @@ _VALUES = {
     "task_type": ("CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"),
 }
 """PEFT's values of the fields that hold a name, supported or not."""
+_TEXT, _NUMBER, _FLAG, _CONFIG = ({"type": kind} for kind in ("string", "integer", "boolean", "object"))
+_TEXTS, _NUMBERS = ({"type": "array", "items": items} for items in (_TEXT, _NUMBER))
 Rank = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 Alpha = Annotated[float, Field(strict=True, allow_inf_nan=False), AfterValidator(_not_zero)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
-Modules = Annotated[
-    Any,
-    AfterValidator(_modules),
-    WithJsonSchema(_or_null({"anyOf": [{"type": "string"}, _schema("array", {"type": "string"})]})),
-]
-Names = Annotated[
-    Any,
-    AfterValidator(_names),
-    WithJsonSchema(_or_null(_schema("array", {"type": "string"}))),
-]
+Modules = Annotated[Any, AfterValidator(_modules), _or_null(_TEXT, _TEXTS)]
+Names = Annotated[Any, AfterValidator(_names), _or_null(_TEXTS)]
 Spelt = Annotated[Any, AfterValidator(_spelt)]
 Note = Annotated[Any, AfterValidator(_note)]
+Config = Annotated[Any, _or_null(_CONFIG)]
+Unserved = Annotated[Any, Field(description="Not supported.")]
 
 
 class PeftNotes(BaseModel):
@@ -131,8 +123,11 @@ class PeftNotes(BaseModel):
     runtime_config: Note = None
 
 
-class _Checked(PeftNotes, extra="forbid"):
-    """The fields of PEFT's ``LoraConfig`` that can be checked without a model."""
+class LoraFields(PeftNotes, extra="forbid"):
+    """The fields of PEFT's ``LoraConfig``; those before ``modules_to_save`` are checked without a model.
+
+    They are written down because importing PEFT takes seconds; a test compares them.
+    """
 
     r: Rank = Field(default=8, description="Rank of the low-rank parts.")
     target_parameters: Names = Field(  # before target_modules, which may be empty beside it
@@ -177,52 +172,55 @@ class _Checked(PeftNotes, extra="forbid"):
         default=None,
         description="What the adapter is for: it decides its head and its loss; null: CAUSAL_LM.",
     )
+    modules_to_save: Annotated[Any, _or_null(_TEXTS)] = Field(
+        default=None,
+        description="Names of modules of which the adapter trains a copy of its own, such as `lm_head`.",
+    )
+    layers_to_transform: Annotated[Any, _or_null(_NUMBER, _NUMBERS)] = Field(
+        default=None, description="Indices of the blocks to adapt; null: all."
+    )
+    layers_pattern: Annotated[Any, _or_null(_TEXT, _TEXTS)] = Field(
+        default=None,
+        description="Name of the list of blocks, for `layers_to_transform`; null: PEFT's usual names.",
+    )
+    trainable_token_indices: Annotated[Any, _or_null(_NUMBERS, _CONFIG)] = Field(
+        default=None,
+        description="Ids of the tokens whose embedding rows are trained, or a list of ids for each "
+        "embedding.",
+    )
+    ensure_weight_tying: Annotated[Any, _or_null(_FLAG)] = Field(
+        default=None,
+        description="Whether `modules_to_save` of a tied embedding or head trains one copy for both.",
+    )
+    lora_bias: Annotated[Any, _or_null(_FLAG)] = Field(
+        default=None, description="Whether each low-rank part has a trained bias."
+    )
+    loftq_config: Config = Field(
+        default=None, description="Settings of `init_lora_weights: loftq`, PEFT's `LoftQConfig`."
+    )
+    eva_config: Config = Field(
+        default=None, description="Settings of `init_lora_weights: eva`, PEFT's `EvaConfig`."
+    )
+    corda_config: Config = Field(
+        default=None, description="Settings of `init_lora_weights: corda`, PEFT's `CordaConfig`."
+    )
+    lora_ga_config: Config = Field(
+        default=None, description="Settings of `init_lora_weights: lora_ga`, PEFT's `LoraGAConfig`."
+    )
+    # fields of PEFT that may stand in a config with their defaults only
+    alora_invocation_tokens: Unserved = None
+    arrow_config: Unserved = None
+    kasa_config: Unserved = None
+    layer_replication: Unserved = None
+    megatron_config: Unserved = None
+    monteclora_config: Unserved = None
+    use_bdlora: Unserved = None
+    use_qalora: Unserved = None
+    velora_config: Unserved = None
 
 
-_CONFIG = _schema("object")
-_OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "modules_to_save": (
-        _schema("array", {"type": "string"}),
-        "Names of modules of which the adapter trains a copy of its own, such as `lm_head`.",
-    ),
-    "layers_to_transform": (
-        {"anyOf": [{"type": "integer"}, _schema("array", {"type": "integer"})]},
-        "Indices of the blocks to adapt; null: all.",
-    ),
-    "layers_pattern": (
-        {"anyOf": [{"type": "string"}, _schema("array", {"type": "string"})]},
-        "Name of the list of blocks, for `layers_to_transform`; null: PEFT's usual names.",
-    ),
-    "trainable_token_indices": (
-        {"anyOf": [_schema("array", {"type": "integer"}), _CONFIG]},
-        "Ids of the tokens whose embedding rows are trained, or a list of ids for each embedding.",
-    ),
-    "ensure_weight_tying": (
-        {"type": "boolean"},
-        "Whether `modules_to_save` of a tied embedding or head trains one copy for both.",
-    ),
-    "lora_bias": ({"type": "boolean"}, "Whether each low-rank part has a trained bias."),
-    "loftq_config": (_CONFIG, "Settings of `init_lora_weights: loftq`, PEFT's `LoftQConfig`."),
-    "eva_config": (_CONFIG, "Settings of `init_lora_weights: eva`, PEFT's `EvaConfig`."),
-    "corda_config": (_CONFIG, "Settings of `init_lora_weights: corda`, PEFT's `CordaConfig`."),
-    "lora_ga_config": (_CONFIG, "Settings of `init_lora_weights: lora_ga`, PEFT's `LoraGAConfig`."),
-}
-"""Fields that need a model to be checked: their JSON schema, and what they mean."""
-NOT_SERVED = (
-    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
-    *("monteclora_config", "use_bdlora", "use_qalora", "velora_config"),
-)
-"""Fields of PEFT that may stand in a config with their defaults only."""
-_fields: Any = {
-    **{
-        key: (Annotated[Any, WithJsonSchema(_or_null(schema))], Field(default=None, description=text))
-        for key, (schema, text) in _OTHERS.items()
-    },
-    **{key: (Any, Field(default=None, description="Not supported.")) for key in NOT_SERVED},
-}
-# written down because importing PEFT takes seconds; a test compares them
-LoraFields = create_model("LoraFields", __base__=_Checked, **_fields)
 CHOICES = [key for key in LoraFields.model_fields if key not in PeftNotes.model_fields]
+NOT_SERVED = CHOICES[CHOICES.index("alora_invocation_tokens") :]
 
 
 def _check_lora(values: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from mlora.config.sections import Size, parse_size
-from mlora.config.strict import MOST, Location, ResolvedPath, Strict
+from mlora.config.strict import MOST, ResolvedPath, Strict
 from mlora.offload.options import SLOTS, OffloadOptions
 
 Method = Literal["lora", "full"]
@@ -71,17 +71,3 @@ class OffloadConfig(Strict):
         """``device_memory`` in bytes; on a CPU, where both are one memory, the smaller of both."""
         given = [parse_size(size) for size in (self.device_memory, self.host_memory) if size is not None]
         return min(given, default=None)
-
-
-def not_served(method: Method, offload: OffloadConfig, device: str) -> dict[Location, str]:
-    """Returns, by key, why a run cannot do yet what it is told to; `device` is where it computes."""
-    found: dict[Location, str] = {}
-    if offload.optimizer == "disk" and method == "lora":
-        found["offload", "optimizer"] = "disk serves method: full; adapters' states are small, use device"
-    for key in ("host_memory", "device_memory"):
-        if getattr(offload, key) is not None and offload.activations != "auto":
-            found["offload", key] = "bounds what activations: auto may use; set that, or remove this key"
-    for key in ("base", "optimizer") if device != "cpu" else ():
-        if getattr(offload, key) != "device":
-            found["offload", key] = f"{getattr(offload, key)} serves the CPU so far, got device {device}"
-    return found

@@ -99,19 +99,3 @@ def checked_quantization(given: QuantizationConfig | Mapping[str, Any] | None) -
         return QuantizationConfig.model_validate(given)
     except ValidationError as error:
         raise ValueError(f"quantization.{first_fault(error)}") from error
-
-
-def quantization_faults(config: Any) -> dict[Location, str]:
-    """Returns, by key, what a `RunConfig` asks for that a quantised base does not do.
-
-    Whether the base is quantised by the run or in its files makes no difference.
-    """
-    refused: dict[Location, tuple[bool, str]] = {
-        ("pack_base",): (config.pack_base, "needs plain weights, but the base model is quantized; remove it"),
-        ("method",): (config.method == "full", "full trains the weights, but the base model is quantized"),
-        ("offload",): (
-            config.offload != type(config.offload)(),
-            "does not serve a quantized base model yet; remove offload, or quantization",
-        ),
-    }
-    return {key: reason for key, (asked, reason) in refused.items() if asked}

@@ -13,25 +13,20 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from mlora.config.adapter_config import AdapterConfig
-from mlora.config.data_faults import data_faults
-from mlora.config.full_method import full_faults
-from mlora.config.inherited import inherited
-from mlora.config.offload_config import Method, OffloadConfig, not_served
-from mlora.config.quantization_config import QuantizationConfig, quantization_faults
+from mlora.config.conflicts import check_together
+from mlora.config.offload_config import Method, OffloadConfig
+from mlora.config.quantization_config import QuantizationConfig
 from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
 from mlora.config.strict import (
     MOST,
-    Location,
     ResolvedPath,
     Strict,
     is_hub_id,
     resolve_path,
-    wrong_key,
-    wrong_keys,
 )
 from mlora.config.sweep_config import SweepConfig
 from mlora.config.tracking import tracker_names
-from mlora.config.training_fields import TrainingFields
+from mlora.config.training_fields import TrainingFields, inherited
 
 
 class RunConfig(Strict):
@@ -242,89 +237,8 @@ class RunConfig(Strict):
         return tracker_names(value)
 
     @model_validator(mode="after")
-    def _one_dtype(self) -> RunConfig:
-        if self.bf16 and self.fp16:
-            raise ValueError("bf16 and fp16 are both true; choose one")
-        return self
-
-    @model_validator(mode="after")
-    def _offload_serves(self) -> RunConfig:
-        faults = not_served(self.method, self.offload, self.device or "cpu")
-        if self.pack_base and self.offload.base == "disk":
-            faults["pack_base",] = "keeps the base in memory, but offload.base is disk; remove one of them"
-        if self.offload.activations in ("auto", "swap"):
-            key, asked = ("offload", "activations"), self.offload.activations
-            if self.gradient_checkpointing:
-                faults[key] = f"{asked} says what is recomputed; remove gradient_checkpointing"
-            if self.scheduler.memory_limit is not None:
-                faults[key] = f"{asked} cannot be used with scheduler.memory_limit yet; remove one of them"
-        if faults:
-            raise wrong_keys(faults)
-        return self
-
-    @model_validator(mode="after")
-    def _quantization_serves(self) -> RunConfig:
-        faults = quantization_faults(self) if self.quantization else {}
-        if faults:
-            raise wrong_keys(faults)
-        return self
-
-    @model_validator(mode="after")
-    def _method_fits(self) -> RunConfig:
-        if self.method == "full":
-            faults = full_faults(self)
-        else:
-            needs = "needs lora (PEFT's LoraConfig fields) or init_from (a PEFT folder)"
-            lacking = [a.lora is None and a.init_from is None for a in self.adapters]
-            faults = {("adapters", i): needs for i, lacks in enumerate(lacking) if lacks}
-        if faults:
-            raise wrong_keys(faults)
-        return self
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> RunConfig:
-        for what, names in (
-            ("adapters", [a.name for a in self.adapters]),
-            ("datasets", [d.name for d in self.datasets]),
-        ):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            if twice:
-                raise wrong_key(what, f"the name {twice[0]!r} is used twice; names must differ")
-        by_case: dict[str, str] = {}
-        for adapter in self.adapters:  # on a case-insensitive disk their folders would be the same
-            other = by_case.setdefault(adapter.name.casefold(), adapter.name)
-            if other != adapter.name:
-                raise wrong_key("adapters", f"{other!r} and {adapter.name!r} differ by case only")
-        return self
-
-    @model_validator(mode="after")
-    def _trials_are_judged(self) -> RunConfig:
-        if self.sweep:
-            self.sweep.check_evaluations(self.defaults.model_dump())
-        return self
-
-    @model_validator(mode="after")
-    def _every_replica_has_an_adapter(self) -> RunConfig:
-        replicas, count = self.pipeline.replicas, self.at_once
-        if replicas > count:
-            raise wrong_key(
-                "pipeline.replicas",
-                f"must be at most {count}, the number of adapters that train at once, got {replicas}",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _datasets_serve(self) -> RunConfig:
-        formats = {dataset.name: dataset.format for dataset in self.datasets}
-        faults: dict[Location, str] = {}
-        told: set[tuple[str, str]] = set()
-        for index, adapter in enumerate(self.adapters):
-            for key, reason in data_faults(adapter, formats):
-                if (key, reason) not in told:  # a fault of the defaults is reported once
-                    faults["adapters", index, *key.split(".")] = reason
-                    told |= {(key, reason)} if key.split(".")[0] in TrainingFields.model_fields else set()
-        if faults:
-            raise wrong_keys(faults)
+    def _goes_together(self) -> RunConfig:
+        check_together(self)
         return self
 
 

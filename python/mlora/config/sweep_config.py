@@ -17,11 +17,11 @@ from mlora.config.best_rule import (
     metric_key,
     unknown_metric,
 )
-from mlora.config.inherited import inherited
 from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
 from mlora.config.sections import OF_TASKS
 from mlora.config.strict import Strict, resolve_path, wrong_key
 from mlora.config.tracking import placed_callback
+from mlora.config.training_fields import inherited
 from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import CROSS_ENTROPY, name_of, with_place
 

@@ -14,12 +14,11 @@ from safetensors import SafetensorError
 
 from mlora.cluster.device import choose_device, dtype_of, set_allocators
 from mlora.config.adapter_config import AdapterConfig
+from mlora.config.conflicts import offload_faults, quantization_faults
 from mlora.config.faults import path_of
-from mlora.config.inherited import idle_defaults, inherited
-from mlora.config.offload_config import not_served
-from mlora.config.quantization_config import quantization_faults
 from mlora.config.run_config import RunConfig
 from mlora.config.sections import DatasetConfig
+from mlora.config.training_fields import idle_defaults, inherited
 from mlora.engine.engine import Engine
 from mlora.engine.full_engine import FullEngine
 from mlora.engine.measured_samples import MeasuredSamples
@@ -163,7 +162,7 @@ def prepare(
 
 def _check_config(config: RunConfig, device: str) -> None:
     """Refuses what the device does not serve, before any data is read. Raises RunError."""
-    for key, reason in not_served(config.method, config.offload, device).items():
+    for key, reason in offload_faults(config, device).items():
         raise RunError(f"{path_of(key)}: {reason}")
     unserved = device != "cpu" and (config.quantization or dtype_of(config) == torch.float32)
     if config.base_gemm == "mlora" and unserved:

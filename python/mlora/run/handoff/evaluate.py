@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from mlora.cluster.device import choose_device, dtype_of
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.aliases import nearest
-from mlora.config.data_faults import data_faults
+from mlora.config.conflicts import data_faults
 from mlora.config.run_config import RunConfig
 from mlora.config.sections import WITH_PROMPTS, DatasetConfig
 from mlora.engine.engine import Engine
