@@ -18,8 +18,7 @@ from ..layers.adapter_weights import write_weights
 from ..layers.batch_statistics import refuse_batch_statistics, stop_batch_statistics, warn_of_whole_batches
 from ..routing.router import Router
 from ..targets.add_remove import convert_layers, join, plan_adapter, refuse_state, regroup
-from ..targets.idle_targets import warn_of_idle_targets
-from ..targets.trained import warn_of_trained_parts
+from ..targets.entries import warn_of_entries
 from . import checkpointing, forward
 from .base_dropout import warn_of_stopped_dropouts, zero_base_dropout
 
@@ -126,8 +125,7 @@ def warn_of_conversion(model: nn.Module, adapters: Mapping[str, LoraConfig], sto
     """Gives the warnings of `convert_model`; one may be an error, so the model must be complete before."""
     warn_of_stopped_dropouts(stopped.dropouts)
     warn_of_whole_batches(model, stopped.batch_norms)
-    warn_of_idle_targets(model, adapters)
-    warn_of_trained_parts(model, adapters)
+    warn_of_entries(model, adapters)
 
 
 def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *, seed: int = 0) -> None:

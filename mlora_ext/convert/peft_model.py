@@ -16,7 +16,7 @@ from ..interop.peft_layers import PeftLayers, names_on, plain_key
 from ..layers.adapter_layer import AdapterLayer
 from ..layers.adapter_weights import check_weights, write_weights
 from ..targets.add_remove import plan_adapter
-from ..targets.unconverted_state import check_untouched, move_hooks
+from ..targets.refuse import check_untouched, move_hooks
 from .model import convert_silently, warn_of_conversion
 
 if TYPE_CHECKING:

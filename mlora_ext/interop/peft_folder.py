@@ -17,7 +17,8 @@ from ..adapters.trained_parts import TRAINED_COPY, with_task_heads
 from ..errors import AdapterError, NamedError
 from ..layers.adapter_weights import adapter_layers
 from ..routing.router import router_of
-from ..targets.find import low_rank, portable_targets
+from ..targets.entries import portable_targets
+from ..targets.find import low_rank
 from .body_names import body_names, renamed_keys
 from .embeddings import resized_embeddings
 from .label_files import LABELS, label_file

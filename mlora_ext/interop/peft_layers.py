@@ -13,8 +13,8 @@ from ..adapters.kind import AdapterKind
 from ..adapters.registry import kind_for
 from ..errors import AdapterError
 from ..frozen.quantized.families import held_numbers
-from ..targets.parameters import is_weight
-from ..targets.unconverted_state import MOVED, check_layer, check_module, check_untouched
+from ..targets.find import is_weight
+from ..targets.refuse import MOVED, check_layer, check_module, check_untouched
 
 
 @dataclass(frozen=True)

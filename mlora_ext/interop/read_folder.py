@@ -23,7 +23,7 @@ from ..errors import AdapterError, NamedError
 from ..layers.adapter_weights import adapter_layers, check_weights, peft_keys, write_weights
 from ..routing.router import router_of
 from ..targets.add_remove import plan_adapter, put_on
-from ..targets.trained import warn_of_trained_parts
+from ..targets.entries import warn_of_trained_parts
 from .body_names import body_names, renamed_keys
 from .existing_config import changed_base, without_start
 from .label_files import read_label_file

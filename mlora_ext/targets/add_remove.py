@@ -28,11 +28,9 @@ from ..ops.functional import scaling_dtype
 from ..routing.adapter_info import AdapterInfo
 from ..routing.route import LayerGroup
 from ..routing.router import router_of
-from .conflicts import refuse_conflicts
+from .entries import warn_of_entries
 from .find import linear_layers, target_layers
-from .idle_targets import warn_of_idle_targets
-from .trained import warn_of_trained_parts
-from .unconverted_state import MOVED, check_layer, check_module
+from .refuse import MOVED, check_layer, check_module, refuse_conflicts
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -73,8 +71,7 @@ def add_adapter(
             unknown format.
     """
     put_on(model, name, config, seed=seed, autocast_adapter_dtype=autocast_adapter_dtype)
-    warn_of_idle_targets(model, {name: config})
-    warn_of_trained_parts(model, {name: config})
+    warn_of_entries(model, {name: config})
 
 
 def put_on(
@@ -137,7 +134,6 @@ def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, L
     plan = target_layers(model, name, config)
     _refuse_unserved(model, name, config, plan)
     _refuse_base_of_loftq(model, name, config, plan)
-    refuse_conflicts(model, {name: plan})
     return plan
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from mlora.errors import NamedRunError, reason_of
+from peft import LoraConfig
 from torch import nn
 
 import mlora_ext as mx
-from mlora.errors import NamedRunError, reason_of
 from mlora_ext.errors import AdapterError, NamedError
-from peft import LoraConfig
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,5 @@ def test_an_error_says_what_is_at_fault_and_why(error):
 def test_a_refused_adapter_is_named():
     with pytest.raises(AdapterError) as error:
         mx.convert_model(nn.Sequential(nn.Linear(4, 4)), {"a": LoraConfig(target_modules=["q"])})
-    assert error.value.name == "a" and error.value.message.startswith("target_modules=['q'] match nothing")
+    assert error.value.name == "a"
+    assert error.value.message.startswith("target_modules=['q'] match nothing")

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from torch import nn
 
 from mlora_ext import add_adapter, convert_model
-from mlora_ext.targets import patterns
+from mlora_ext.targets import refuse
 
 SLOW = r"(([a-z._]+)+)+\d\d\d"
 
@@ -60,9 +60,9 @@ def test_what_is_no_pattern_is_refused(field: str, value: str) -> None:
 def test_patterns_that_cannot_backtrack_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have one process for all adapters, and the layers and ranks that PEFT gives them."""
     begun: list[Any] = []
-    run = patterns.subprocess.run
-    monkeypatch.setattr(patterns.subprocess, "run", lambda *a, **k: begun.append(a) or run(*a, **k))
-    patterns._too_slow.cache_clear()
+    run = refuse.subprocess.run
+    monkeypatch.setattr(refuse.subprocess, "run", lambda *a, **k: begun.append(a) or run(*a, **k))
+    refuse._too_slow.cache_clear()
     names = ["q_projection_of_attention"]
     convert_model(Blocks(), {"a": LoraConfig(target_modules=names, rank_pattern={r".*attention": 3})})
     assert not begun
@@ -75,7 +75,7 @@ def test_patterns_that_cannot_backtrack_need_no_process(monkeypatch: pytest.Monk
 def test_other_adapters_add_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a model with many adapters would take ever longer, until a right pattern is refused."""
     asked = []
-    monkeypatch.setattr(patterns, "_too_slow", lambda keys, _: asked.append(keys))
+    monkeypatch.setattr(refuse, "_too_slow", lambda keys, _: asked.append(keys))
     config = LoraConfig(r=2, target_modules=r".*\.(q|k)_proj.*|.*q_projection.*")
     model = convert_model(Blocks(), {"a": config})
     add_adapter(model, "b", config)

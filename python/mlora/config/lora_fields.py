@@ -275,8 +275,8 @@ def _settings(values: dict[str, Any]) -> dict[str, Any]:
 def lora_warnings(model: nn.Module, name: str, lora: LoraConfig) -> list[str]:
     """Returns warnings about entries that match no layer, and one if a rank exceeds what a layer can use.
     PEFT accepts them, but they are probably mistakes."""
+    from mlora_ext.targets.entries import idle_lines
     from mlora_ext.targets.find import low_rank, target_layers
-    from mlora_ext.targets.idle_targets import idle_lines
 
     modules = {key: module for key, module in model.named_modules() if ".lora_" not in key}
     plain = copy.deepcopy(lora)  # without its task: a causal model has no head for it

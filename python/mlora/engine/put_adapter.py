@@ -19,7 +19,7 @@ from mlora_ext.adapters.trained_parts import LABEL_FIELDS, labels_of
 from mlora_ext.errors import AdapterError
 from mlora_ext.interop.read_folder import load_into, read_config
 from mlora_ext.targets.add_remove import put_on
-from mlora_ext.targets.trained import warn_of_trained_parts
+from mlora_ext.targets.entries import warn_of_trained_parts
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -21,7 +21,8 @@ from mlora_ext.adapters.trained_parts import task_heads, task_of
 from mlora_ext.interop.peft_folder import CONFIG, PREFIX, WEIGHTS, weights_file
 from mlora_ext.interop.read_folder import read_config
 from mlora_ext.layers.embedding import MultiLoRAEmbedding
-from mlora_ext.targets.find import base_modules, is_linear, portable_targets, target_layers
+from mlora_ext.targets.entries import portable_targets
+from mlora_ext.targets.find import base_modules, is_linear, target_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig
