@@ -22,6 +22,17 @@ READS_ENVIRONMENT = {
     "mlora.cluster.world",
 }
 
+# Where there is no field to read: of safetensors' error of a full disk, Transformers' of a missing argument,
+# and C++'s name of an argument. `device` leaves out what callers in Python may do.
+READS_TEXTS = {
+    "mlora_ext.frozen.base_gemm",
+    "mlora.cluster.device",
+    "mlora.files.new_folder",
+    "mlora.optim.schedules",
+}
+CUTS = {"removeprefix", "removesuffix", "replace", "find", "index", "startswith", "endswith"}
+CUTS |= {"partition", "rpartition", "split", "rsplit"}
+
 
 def module_name(path: Path) -> str:
     return layers.module_name(path, MLORA.parent if path.is_relative_to(MLORA) else ROOT)
@@ -105,6 +116,62 @@ def test_no_environment_no_broad_except(path: Path) -> None:
             assert name not in ("Exception", "BaseException"), f"broad except in line {node.lineno}"
         if isinstance(node, ast.Attribute) and module_name(path) not in READS_ENVIRONMENT:
             assert node.attr not in ("environ", "getenv"), f"line {node.lineno} reads the environment"
+
+
+def peelings(tree: ast.AST) -> list[str]:
+    """Returns where the text of a caught error is taken apart, but for lines, spaces and a full stop."""
+
+    def is_text(node: ast.AST) -> bool:
+        if isinstance(node, ast.Name):
+            return node.id in texts
+        called = isinstance(node, ast.Call) and ast.unparse(node.func) in ("str", "first_line")
+        return called and isinstance(first := node.args[0], ast.Name) and first.id == handler.name
+
+    def cuts(node: ast.AST) -> bool:
+        if isinstance(node, ast.Compare):
+            return any(isinstance(each, ast.In | ast.NotIn) for each in node.ops) and any(
+                map(is_text, node.comparators)
+            )
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        if ast.unparse(node.func).startswith("re."):
+            return any(map(is_text, node.args))
+        by = [ast.literal_eval(each) for each in node.args if isinstance(each, ast.Constant)]
+        plain = by in ([], ["\n"], ["."]) and len(by) == len(node.args)
+        return node.func.attr in CUTS and not plain and any(map(is_text, ast.walk(node.func.value)))
+
+    found = []
+    for handler in ast.walk(tree):
+        if isinstance(handler, ast.ExceptHandler) and handler.name:
+            texts = set[str]()
+            for node in ast.walk(handler):
+                if isinstance(node, ast.Assign) and is_text(node.value):
+                    texts |= {each.id for each in node.targets if isinstance(each, ast.Name)}
+            found += [ast.unparse(node) for node in ast.walk(handler) if cuts(node)]
+    return found
+
+
+def test_nobody_takes_the_text_of_an_error_apart() -> None:
+    """Errors have fields for it: see `NamedRunError` and `mlora_ext.errors`."""
+    found = {module_name(path): peelings(ast.parse(path.read_text())) for path in PRODUCT}
+    assert {name for name, cut in found.items() if cut} == READS_TEXTS
+
+
+@pytest.mark.parametrize(
+    ("line", "forbidden"),
+    [
+        ("text = str(e).removeprefix('a: ')", True),
+        ("text = first_line(e); text = text.partition(': ')[2]", True),
+        ("re.sub('a', '', str(e))", True),
+        ("'memory' in str(e)", True),
+        ("e.name.removeprefix('a')", False),
+        ("' '.join(str(e).split()).removesuffix('.')", False),
+        ("str(e).partition('\\n')[0]", False),
+    ],
+)
+def test_the_check_of_errors_sees_what_it_forbids(line: str, forbidden: bool) -> None:
+    code = f"try:\n    pass\nexcept ValueError as e:\n    {line}\n"
+    assert bool(peelings(ast.parse(code))) is forbidden
 
 
 def test_no_utils_and_no_code_in_init() -> None:

@@ -248,7 +248,7 @@ class Batcher:
         """Raises OptimizerError for the first adapter whose optimizer has failed; the base has none."""
         for name in names:
             if name in self._states and self._states[name].fault:
-                raise OptimizerError(f"adapter {name!r}: {self._states[name].fault}")
+                raise OptimizerError(self._states[name].fault, name)
 
     def _raise_faults(self, results: Mapping[str, BatchResult]) -> None:
         """Raises OptimizerError if an optimizer has failed, LossError if an objective has."""

@@ -608,7 +608,7 @@ class Engine(Batcher):
         """
         adapter = self._states.at_rest(name)
         if adapter.fault:
-            raise OptimizerError(f"adapter {name!r}: {adapter.fault}")
+            raise OptimizerError(adapter.fault, name)
         if adapter.units == 0:
             raise AdapterError(name, "has no gradient; call forward_backward first")
         squares = adapter.squares

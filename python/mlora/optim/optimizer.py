@@ -18,7 +18,19 @@ Shapes = Sequence[Sequence[int]]
 
 
 class OptimizerError(RuntimeError):
-    """An adapter's optimizer failed in a step. Only that adapter's weights may have changed."""
+    """An adapter's optimizer failed in a step. Only that adapter's weights may have changed.
+
+    Args:
+        message: why.
+        name: of the adapter; the error is then printed as ``adapter 'name': message``.
+    """
+
+    def __init__(self, message: str, name: str | None = None) -> None:
+        super().__init__(message, name)
+        self.message, self.name = message, name
+
+    def __str__(self) -> str:
+        return self.message if self.name is None else f"adapter {self.name!r}: {self.message}"
 
 
 class Optimizer(ABC):

@@ -301,7 +301,7 @@ class TrainingLoop:
         try:
             result = self._engine.optim_step(task.name)
         except OptimizerError as error:
-            self._end(task, "stopped", str(error).partition(": ")[2])
+            self._end(task, "stopped", error.message)
             return False
         if not result.finite and not result.skipped:
             self._stop(task, f"gradient of step {progress.step + 1}")
@@ -371,7 +371,7 @@ class TrainingLoop:
         failed = self._engine.settle([task.name for task in tasks if task.progress.state == "running"])
         for task in tasks:
             if task.name in failed:
-                self._end(task, "stopped", failed[task.name].partition(": ")[2])
+                self._end(task, "stopped", failed[task.name])
 
     def _evaluation_due(self, task: Task) -> bool:
         steps = task.every(task.config.eval_steps)
