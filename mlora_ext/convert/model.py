@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..interop import adapter_interface
-from ..interop.quantization_file import warn_of_base
 from ..interop.read_folder import load_into, read_adapter
+from ..interop.side_files import warn_of_base
 from ..layers.adapter_layer import AdapterLayer
 from ..layers.adapter_weights import write_weights
 from ..layers.batch_statistics import refuse_batch_statistics, stop_batch_statistics, warn_of_whole_batches

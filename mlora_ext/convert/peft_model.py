@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..adapters.kind import one_by_one
 from ..adapters.lora_config import check_name
 from ..adapters.registry import kind_for
 from ..errors import AdapterError
-from ..interop.existing_config import changed_base, with_scaling, without_start
 from ..interop.peft_layers import PeftLayers, names_on, plain_key
+from ..interop.read_folder import changed_base, without_start
 from ..layers.adapter_layer import AdapterLayer
 from ..layers.adapter_weights import check_weights, write_weights
 from ..targets.add_remove import plan_adapter
+from ..targets.find import target_layers
 from ..targets.refuse import check_untouched, move_hooks
 from .model import convert_silently, warn_of_conversion
 
 if TYPE_CHECKING:
-    from peft import LoraModel, PeftModel
+    from peft import LoraConfig, LoraModel, PeftModel
 
 _PEFT_FIELDS = ("peft_config", "_hf_peft_config_loaded")
 
@@ -53,7 +59,7 @@ def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -
     _refuse_trained_base(base, layers)
     with _unwrapped(base, layers):
         for name, config in configs.items():
-            configs[name] = with_scaling(base, name, config, layers.scaling(name))
+            configs[name] = _with_scaling(base, name, config, layers.scaling(name))
             configs[name].lora_dropout = layers.dropout(name, config.lora_dropout)
             plan = plan_adapter(base, name, configs[name])
             check_weights(base, name, plan, layers.weights(name))
@@ -143,3 +149,28 @@ def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
         move_hooks(theirs, layer)
     if any(layers.drops(key) for key in layers.layers):
         model.training = True  # only this module: its forward passes count dropout steps
+
+
+def _with_scaling(
+    model: nn.Module, name: str, config: LoraConfig, scaling: Mapping[str, float]
+) -> LoraConfig:
+    """Returns a copy whose `lora_alpha` and `alpha_pattern` give these scalings.
+
+    `scaling` is by name of the layer, or of the parameter; the adapter's other layers keep theirs.
+    """
+    plan = one_by_one(target_layers(model, name, config))
+    if all(scaling.get(key, spec.scaling) == spec.scaling for key, spec in plan.items()):
+        return config
+    alphas = {
+        key: scaling.get(key, spec.scaling) * (math.sqrt(spec.rank) if config.use_rslora else spec.rank)
+        for key, spec in plan.items()
+    }
+    config = copy.deepcopy(config)
+    config.lora_alpha = Counter(alphas.values()).most_common(1)[0][0]  # type: ignore[assignment]
+    # PEFT takes the first pattern that matches the end of a name: longer ones first.
+    config.alpha_pattern = {
+        re.escape(key): alphas[key]
+        for key in sorted(alphas, key=len, reverse=True)
+        if alphas[key] != config.lora_alpha
+    }
+    return config

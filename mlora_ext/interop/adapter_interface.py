@@ -19,8 +19,8 @@ from ..routing.router import Router, router_of
 from ..targets.add_remove import add_adapter, remove_adapter
 from . import trainer_checkpoint
 from .merging import merge_and_unload
-from .quantization_file import warn_of_base
 from .read_folder import adapter_folder, load_into
+from .side_files import warn_of_base
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -1,4 +1,8 @@
-"""Writes adapters as PEFT folders: adapter_config.json and adapter_model.safetensors."""
+"""Writes adapters as PEFT folders: adapter_config.json and adapter_model.safetensors.
+
+PEFT loads a folder over the class with the adapter's head, which may call the model's body otherwise, and the
+folder has its names: `LlamaForQuestionAnswering` calls `transformer` what `LlamaForCausalLM` calls `model`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -16,13 +20,12 @@ from ..adapters.registry import kind_for
 from ..adapters.trained_parts import TRAINED_COPY, with_task_heads
 from ..errors import AdapterError, NamedError
 from ..layers.adapter_weights import adapter_layers
+from ..layers.task_heads import TaskHeads
 from ..routing.router import router_of
 from ..targets.entries import portable_targets
 from ..targets.find import low_rank
-from .body_names import body_names, renamed_keys
-from .embeddings import resized_embeddings
-from .label_files import LABELS, label_file
-from .quantization_file import QUANTIZATION, quantization_file, warn_of_unsaid
+from ..warn_caller import warn_caller
+from .side_files import LABELS, QUANTIZATION, label_file, quantization_file, warn_of_unsaid
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -84,10 +87,7 @@ def write_folder(
     target = Path(folder)
     if target.exists() and not target.is_dir():
         raise NamedError("folder", f"{target} is a file; give a folder")
-    state = _exported(model, name, _whole_state(model, name, weights))
-    state |= _tied(model, name, state)
-    state |= _changed_base(model, name, embeddings)
-    state = renamed_keys(state, PREFIX, *body_names(model, adapter_layers(model, name)))
+    state = _state(model, name, weights, embeddings)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.parent / f".{target.name}.{os.urandom(8).hex()}"
     scratch.mkdir()
@@ -103,23 +103,24 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
 
     `{"base_model.model.<layer>.lora_A.weight": [r, d_in], "... .lora_B.weight": [d_out, r]}`
     """
-    state = {}
-    for key, layer in adapter_layers(model, name).items():
-        for part, own in layer.tensors_of(name).items():
-            if not own.is_meta:
-                tensor = own.detach().to("cpu", copy=True).contiguous()
-                state[f"{PREFIX}{key}.{layer.peft_keys(layer, layer.specs[name])[part]}"] = tensor
-    return state
+    keys = peft_names(model, name)
+    return {
+        keys[key][part]: own.detach().to("cpu", copy=True).contiguous()
+        for key, layer in adapter_layers(model, name).items()
+        for part, own in layer.tensors_of(name).items()
+        if not own.is_meta
+    }
 
 
 def adapter_config(model: nn.Module, name: str) -> LoraConfig:
     """Returns the LoraConfig of an adapter's folder, whose targets PEFT resolves to the same layers."""
     config = with_task_heads(router_of(model).adapters[name].config)
     config = kind_for(name, config).exported_config(config)
-    layers = low_rank({key: layer.specs[name] for key, layer in adapter_layers(model, name).items()})
+    every = adapter_layers(model, name)
+    layers = low_rank({key: layer.specs[name] for key, layer in every.items()})
     for field, value in portable_targets(model, config, list(layers)).items():
         setattr(config, field, value)
-    own, theirs = body_names(model, adapter_layers(model, name))
+    own, theirs = body_names(model, every)
     if own != theirs:  # PEFT also takes the ends of names
         config.target_modules = [one.removeprefix(f"{own}.") for one in config.target_modules or ()]
     if not config.target_parameters:
@@ -153,62 +154,52 @@ def in_any_order(pattern: dict[str, int], names: Mapping[str, str]) -> dict[str,
     return {names[key]: pattern[first] for key, first in given.items() if first in pattern}
 
 
-def _whole_state(model: nn.Module, name: str, weights: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Returns all weights of an adapter, in the model's order; raises ValueError if they do not fit it."""
+def _state(
+    model: nn.Module, name: str, weights: Mapping[str, Tensor] | None, embeddings: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Returns the tensors of an adapter's folder by PEFT's keys; raises ValueError if weights do not fit."""
+    layers, keys = adapter_layers(model, name), peft_names(model, name)
     given = adapter_state(model, name) if weights is None else weights
     shapes = {
-        f"{PREFIX}{key}.{layer.peft_keys(layer, layer.specs[name])[part]}": tensor.shape
-        for key, layer in adapter_layers(model, name).items()
+        keys[key][part]: list(tensor.shape)
+        for key, layer in layers.items()
         for part, tensor in layer.tensors_of(name).items()
     }
-    for key in [*shapes, *given]:
-        if key not in given:
+    for whole in [*shapes, *given]:
+        if whole not in given:
             raise AdapterError(
                 name,
-                f"tensor {key} is missing in this process; pass the tensors of all processes as weights=",
+                f"tensor {whole} is missing in this process; pass the tensors of all processes as weights=",
             )
-        if key not in shapes:
-            raise ValueError(f"weights: adapter {name!r} has no tensor {key}")
-        if given[key].shape != shapes[key]:
+        if whole not in shapes:
+            raise ValueError(f"weights: adapter {name!r} has no tensor {whole}")
+        if list(given[whole].shape) != shapes[whole]:
             raise ValueError(
-                f"weights: {key}: expected shape {list(shapes[key])}, got {list(given[key].shape)}"
+                f"weights: {whole}: expected shape {shapes[whole]}, got {list(given[whole].shape)}"
             )
-    return {key: given[key].detach().contiguous() for key in shapes}
-
-
-def _exported(model: nn.Module, name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns an adapter's tensors as its kind writes them into a folder."""
-    found = {}
-    for key, layer in adapter_layers(model, name).items():
-        spec = layer.specs[name]
-        keys = {part: f"{PREFIX}{key}.{own_key}" for part, own_key in layer.peft_keys(layer, spec).items()}
-        own = {part: state[whole] for part, whole in keys.items()}
-        for part, tensor in layer.exported(name, own).items():
-            found[keys[part]] = tensor.contiguous()
-    return found
-
-
-def _tied(model: nn.Module, name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights of tied copies, which a folder holds under the name of each layer."""
-    tied = {key: layer.specs[name] for key, layer in adapter_layers(model, name).items()}
-    return {
-        f"{PREFIX}{key}.weight": state[f"{PREFIX}{spec.tied_to}.weight"].clone()
-        for key, spec in tied.items()
-        if spec.tied_to and spec.kind == TRAINED_COPY
-    }
-
-
-def _changed_base(model: nn.Module, name: str, embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns embeddings under PEFT's keys, which have `.base_layer` if the adapter sits on the embedding."""
-    layers = adapter_layers(model, name)
-    state = {}
+    state: dict[str, Tensor] = {}
+    for key, layer in layers.items():
+        own = {part: given[whole].detach().contiguous() for part, whole in keys[key].items()}
+        state |= {keys[key][part]: one.contiguous() for part, one in layer.exported(name, own).items()}
+    specs = {key: layer.specs[name] for key, layer in layers.items()}
+    for key, spec in specs.items():  # a folder holds a tied copy under the name of each layer
+        if spec.tied_to and spec.kind == TRAINED_COPY:
+            state[f"{PREFIX}{key}.weight"] = state[f"{PREFIX}{spec.tied_to}.weight"].clone()
     for key, tensor in embeddings.items():
-        layer, _, parameter = key.rpartition(".")
-        if layer in layers and layers[layer].specs[name].kind == TRAINED_COPY:
+        layer_key, _, parameter = key.rpartition(".")
+        if layer_key in specs and specs[layer_key].kind == TRAINED_COPY:
             continue  # the adapter's copy takes its place
-        base = ".base_layer" if layer in layers else ""
-        state[f"{PREFIX}{layer}{base}.{parameter}"] = tensor.to("cpu", copy=True).contiguous()
-    return state
+        base = ".base_layer" if layer_key in specs else ""
+        state[f"{PREFIX}{layer_key}{base}.{parameter}"] = tensor.to("cpu", copy=True).contiguous()
+    return renamed_keys(state, PREFIX, *body_names(model, layers))
+
+
+def peft_names(model: nn.Module, name: str) -> dict[str, dict[str, str]]:
+    """Returns PEFT's key of each of an adapter's tensors, by the layer's and the Parameter's name."""
+    return {
+        key: {part: f"{PREFIX}{key}.{own}" for part, own in layer.peft_keys(layer, layer.specs[name]).items()}
+        for key, layer in adapter_layers(model, name).items()
+    }
 
 
 def _write(
@@ -267,3 +258,95 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def body_names(model: nn.Module, layers: Iterable[str]) -> tuple[str, str]:
+    """Returns what the model calls its body, and what the folder of an adapter on these layers calls it."""
+    for key in layers:
+        layer = model.get_submodule(key)
+        if isinstance(layer, TaskHeads):
+            return layer.body
+    return "", ""
+
+
+def renamed_keys(state: Mapping[str, Tensor], prefix: str, old: str, new: str) -> dict[str, Tensor]:
+    """Returns tensors under keys that begin with `prefix` and `new` where they began with `old`."""
+    if old == new:
+        return dict(state)
+    start = f"{prefix}{old}."
+    return {
+        f"{prefix}{new}.{key.removeprefix(start)}" if key.startswith(start) else key: tensor
+        for key, tensor in state.items()
+    }
+
+
+def check_body_names(config: LoraConfig, own: str, theirs: str, kind: str) -> None:
+    """Raises ValueError if a config names modules by the body's name, which PEFT would not find.
+
+    `target_modules` may do so: folders hold the names of the layers that they mean. `kind` is the class with
+    the head.
+    """
+    rows: Any = config.trainable_token_indices
+    fields: dict[str, Iterable[str]] = {
+        "modules_to_save": config.modules_to_save or (),
+        "trainable_token_indices": rows if isinstance(rows, dict) else (),
+        "target_parameters": config.target_parameters or (),
+        "rank_pattern": config.rank_pattern or (),
+        "alpha_pattern": config.alpha_pattern or (),
+    }
+    for field, names in fields.items():
+        for name in names:
+            if own != theirs and name.startswith(f"{own}."):
+                raise ValueError(
+                    f"{field}: {name!r} names the body {own!r}, which {kind} calls {theirs!r}; leave out "
+                    f"{own + '.'!r}"
+                )
+
+
+def resized_embeddings(model: nn.Module, state_dict: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Returns input and output embeddings, with a warning, if the vocabulary is not that of the stored base.
+
+    `{"model.embed_tokens.weight": [vocabulary, d], ...}`, keys as in the model's state dict. Empty if the
+    sizes are equal, if the stored base is not found, or if another process holds the embeddings. `state_dict`
+    replaces the model's own; embeddings that it lacks are left out.
+    """
+    config: Any = getattr(model, "config", None)
+    stored, own = _stored_vocabulary(config), _vocabulary(config)
+    if stored is None or own is None or stored == own:
+        return {}
+    getters = [getattr(model, f"get_{side}_embeddings", lambda: None) for side in ("input", "output")]
+    layers = [layer for layer in (getter() for getter in getters) if layer is not None]
+    found = {
+        f"{name}.{key}": parameter.detach()
+        for name, module in model.named_modules(remove_duplicate=False)
+        if any(module is layer for layer in layers)
+        for key, parameter in module.named_parameters(recurse=False)
+    }
+    if state_dict is not None:
+        found = {key: state_dict[key].detach() for key in found if key in state_dict}
+    found = {key: tensor for key, tensor in found.items() if not tensor.is_meta}
+    if found:
+        warn_caller(
+            f"the model's vocabulary has {own} tokens, that of the base in {config._name_or_path} has "
+            f"{stored}: {', '.join(found)} are saved with the adapter"
+        )
+    return found
+
+
+def _vocabulary(config: Any) -> int | None:
+    """Returns the number of tokens in a Transformers config; None if it names none or several."""
+    try:
+        text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    except ValueError:  # several of its parts have a vocabulary
+        return None
+    return getattr(text, "vocab_size", None)
+
+
+def _stored_vocabulary(config: Any) -> int | None:
+    """Returns the number of tokens of the folder or cached model that the base was read from, if any."""
+    if _vocabulary(config) is None or not getattr(config, "_name_or_path", ""):
+        return None
+    try:
+        return _vocabulary(type(config).from_pretrained(config._name_or_path, local_files_only=True))
+    except (OSError, ValueError):
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.kind import LayerSpec, one_by_one
-from ..adapters.lora_config import check_values
+from ..adapters.lora_config import NEEDS_DATA, START_VALUES, changes_base, check_values, init_kind
 from ..adapters.registry import parameters_by_key
 from ..adapters.trained_parts import TRAINED_COPY, task_heads
 from ..errors import AdapterError, NamedError
@@ -24,10 +25,8 @@ from ..layers.adapter_weights import adapter_layers, check_weights, peft_keys, w
 from ..routing.router import router_of
 from ..targets.add_remove import plan_adapter, put_on
 from ..targets.entries import warn_of_trained_parts
-from .body_names import body_names, renamed_keys
-from .existing_config import changed_base, without_start
-from .label_files import read_label_file
-from .peft_folder import CONFIG, OLD_WEIGHTS, PREFIX, WEIGHTS
+from .peft_folder import CONFIG, OLD_WEIGHTS, PREFIX, WEIGHTS, body_names, renamed_keys
+from .side_files import read_label_file
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -50,13 +49,11 @@ def load_into(model: nn.Module, name: str, folder: str | os.PathLike[str], *, se
         put_on(model, name, config, seed=seed)
         write_weights(model, name, weights)
         warn_of_trained_parts(model, {name: config})
-    else:
-        plan = plan_adapter(model, name, read_config(path))
-        weights, others = _read_weights(model, plan, path)
-        _check_others(model, path, others)
-        _check_start(model, name)
-        _check_scaling(model, name, plan)
-        write_weights(model, name, weights)
+        return
+    plan = plan_adapter(model, name, read_config(path))
+    weights = _fitting_weights(model, plan, path)
+    _check_same(model, name, plan)
+    write_weights(model, name, weights)
 
 
 @contextmanager
@@ -99,8 +96,7 @@ def read_adapter(model: nn.Module, name: str, path: Path) -> tuple[LoraConfig, d
     """
     config = read_config(path)
     plan = plan_adapter(model, name, config)
-    weights, others = _read_weights(model, plan, path)
-    _check_others(model, path, others)
+    weights = _fitting_weights(model, plan, path)
     check_weights(model, name, plan, weights)
     return config, weights
 
@@ -266,11 +262,14 @@ def _repeated(spec: LayerSpec) -> tuple[str, ...]:
     return ("original_module.", "modules_to_save.") if spec.kind == TRAINED_COPY else ()
 
 
-def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if the model does not have the folder's other tensors.
+def _fitting_weights(
+    model: nn.Module, plan: Mapping[str, LayerSpec], path: Path
+) -> dict[str, dict[str, Tensor]]:
+    """Returns a folder's weights; raises ValueError if the model does not have the folder's other tensors.
 
     PEFT also stores the head and embeddings if they are targeted or resized.
     """
+    weights, tensors = _read_weights(model, plan, path)
     base = dict(model.named_parameters(remove_duplicate=False)) if tensors else {}
     for key, tensor in tensors.items():
         plain = key.removeprefix(PREFIX)
@@ -289,11 +288,24 @@ def _check_others(model: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -
                 f"{path}: its base weight {key} {list(tensor.shape)} differs from this model's "
                 f"{list(own.shape)}; load the base model that the adapter was trained on",
             )
+    return weights
 
 
-def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -> None:
-    """Raises ValueError if scalings differ: the same weights under another scaling are another adapter."""
-    own = one_by_one({key: layer.specs[name] for key, layer in adapter_layers(model, name).items()})
+def _check_same(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -> None:
+    """Raises ValueError if a folder cannot hold the model's adapter of this name.
+
+    It has a base of its own, of which no folder holds the two halves, or another scaling: the same weights
+    under another scaling are another adapter.
+    """
+    layers = adapter_layers(model, name)
+    if any(name in layer.own_bases for layer in layers.values()):
+        how = router_of(model).adapters[name].config.init_lora_weights
+        raise AdapterError(
+            name,
+            f"began with init_lora_weights={how!r}, and folders hold plain LoRA; load the "
+            "folder under another name",
+        )
+    own = one_by_one({key: layer.specs[name] for key, layer in layers.items()})
     for key, spec in one_by_one(plan).items():
         if key in own and spec.scaling != own[key].scaling:
             raise AdapterError(
@@ -304,12 +316,27 @@ def _check_scaling(model: nn.Module, name: str, plan: Mapping[str, LayerSpec]) -
             )
 
 
-def _check_start(model: nn.Module, name: str) -> None:
-    """Raises ValueError for an adapter with a base of its own: no folder holds its two halves."""
-    how = router_of(model).adapters[name].config.init_lora_weights
-    if any(name in layer.own_bases for layer in adapter_layers(model, name).values()):
-        raise AdapterError(
-            name,
-            f"began with init_lora_weights={how!r}, and folders hold plain LoRA; load the "
-            "folder under another name",
-        )
+def without_start(config: LoraConfig) -> LoraConfig:
+    """Returns a copy without the initialisation method, if it changed only the first values of A and B.
+
+    One that also changed the base stays in the config; see `changed_base`.
+    """
+    config, how = copy.deepcopy(config), init_kind(config)
+    for kind, field in NEEDS_DATA.items():
+        if kind != how or kind in START_VALUES:
+            setattr(config, field, None)
+    if how in START_VALUES:
+        config.init_lora_weights = True
+    return config
+
+
+def changed_base(config: LoraConfig) -> str | None:
+    """Returns why an adapter of PEFT is refused whose initialisation has changed its base's weights."""
+    if not changes_base(config) and init_kind(config) != "loftq":
+        return None
+    return (
+        f"init_lora_weights={config.init_lora_weights!r} is not supported for an adapter of "
+        "PEFT: with it PEFT changes base weights, which all adapters share; make a plain LoRA folder "
+        "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), or begin anew on "
+        "the original base with mlora_ext.convert_model"
+    )

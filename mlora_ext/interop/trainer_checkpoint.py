@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from ..layers.adapter_weights import adapter_layers, adapter_parameters, saved_tensors
 from ..routing.router import router_of
 from ..warn_caller import warn_caller
-from .embeddings import resized_embeddings
-from .peft_folder import write_folder
-from .quantization_file import warn_of_unsaid
+from .peft_folder import resized_embeddings, write_folder
+from .side_files import warn_of_unsaid
 
 _FILE = "model.safetensors"
 _STEP = "mlora_router.step"

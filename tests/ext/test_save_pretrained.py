@@ -15,8 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MusicgenConfig
 
 import mlora_ext as mx
-from mlora_ext.interop.embeddings import resized_embeddings
-from mlora_ext.interop.peft_folder import adapter_state
+from mlora_ext.interop.peft_folder import adapter_state, resized_embeddings
 
 FOLDER = {"adapter_config.json", "adapter_model.safetensors"}
 

@@ -55,8 +55,8 @@ from mlora_ext.adapters.lora_config import needs_data, needs_weights
 from mlora_ext.backends.gpu_base_gemm import Record, Shape, times_of
 from mlora_ext.errors import AdapterError, NamedError
 from mlora_ext.frozen.base_gemm import base_gemm_of
-from mlora_ext.interop.quantization_file import warn_of_base
 from mlora_ext.interop.read_folder import adapter_weights, read_config
+from mlora_ext.interop.side_files import warn_of_base
 from mlora_ext.layers.adapter_weights import neutral_names
 from mlora_ext.routing.router import router_of
 

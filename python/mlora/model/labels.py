@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
-from mlora_ext.interop.label_files import PROBLEMS
+from mlora_ext.interop.side_files import PROBLEMS
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from mlora.config.quantization_config import QuantizationConfig
 from mlora.durable import write_whole
 from mlora.errors import first_fault, first_line
-from mlora_ext.interop.quantization_file import QUANTIZATION
+from mlora_ext.interop.side_files import QUANTIZATION
 
 
 def write_quantization(folder: str | os.PathLike[str], chosen: QuantizationConfig) -> None:

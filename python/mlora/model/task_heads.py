@@ -20,7 +20,7 @@ from mlora_ext.adapters.trained_parts import (
     task_of,
 )
 from mlora_ext.errors import AdapterError
-from mlora_ext.interop.body_names import check_body_names
+from mlora_ext.interop.peft_folder import check_body_names
 from mlora_ext.layers.adapter_weights import adapter_layers
 from mlora_ext.layers.copies import TrainedCopies
 from mlora_ext.layers.layer_kinds import layer_kind

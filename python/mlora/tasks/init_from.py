@@ -11,7 +11,7 @@ from mlora.errors import RunError, first_line
 from mlora.model.base_info import doubt_of_base
 from mlora.model.stored_quantization import read_quantization
 from mlora.regular_files import read_regular
-from mlora_ext.interop.quantization_file import PLAIN, doubt_of, method_of
+from mlora_ext.interop.side_files import PLAIN, doubt_of, method_of
 
 if TYPE_CHECKING:
     from mlora.config.adapter_config import AdapterConfig

@@ -27,10 +27,9 @@ from mlora.regular_files import open_regular
 from mlora.run.handoff.adapters import FoundWeights, RunAdapter
 from mlora.tasks.task import TaskBuilder
 from mlora_ext.adapters.trained_parts import task_heads
-from mlora_ext.interop.label_files import LABELS
 from mlora_ext.interop.peft_folder import CONFIG, PREFIX, WEIGHTS
-from mlora_ext.interop.quantization_file import QUANTIZATION
 from mlora_ext.interop.read_folder import read_config
+from mlora_ext.interop.side_files import LABELS, QUANTIZATION
 from mlora_ext.layers.adapter_weights import adapter_layers
 
 if TYPE_CHECKING:
