@@ -1,16 +1,18 @@
 """What the `cuda` backend's launches must cost on an H200: bytes from shapes, instructions from machine code.
 
-A launch takes as long as its bytes or its instructions need, whichever is more, and a gap. What that leaves
-out was seen on an H100 (docs/dev/gpu.md): the fixed work of programs that are many and short. Bytes are those
-that must come from memory or go there once; `tests/cuda/test_gpu_budget.py` compares them with what kernels
-read and write in the emulator.
+A launch takes as long as its bytes or its instructions need, whichever is more, and a gap. Instructions need
+as long as on the multiprocessor that gets most of them: programs go, in their order, to the one that is free
+first, and equal ones so take whole rounds. What that leaves out was seen on an H100 (docs/dev/gpu.md): the
+fixed work of programs that are many and short. Bytes are those that must come from memory or go there once;
+`tests/cuda/test_gpu_budget.py` compares them with what kernels read and write in the emulator.
 
 Letters: T rows, D = d_in, O = d_out of a layer, R largest rank, N adapters, L layers that share x.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,8 +29,10 @@ ADDED = 0.0
 """Share of the time of its bytes that a frozen product takes longer if it adds to what is there: on an H100
 products of 8192 rows took as long either way (`bench/results/gpu-h100/launches.txt`)."""
 QUARTERS, UNIT, TILE_ROWS, SPLIT_TILES, WORD_COLUMNS = 4, 128, 64, 16, 32
-CLUSTER_COLUMNS, CLUSTER_RANKS = 2048, 64
-"""Columns of dy that a cluster of read_dy takes, and the ranks."""
+CLUSTER_COLUMNS, CLUSTER_RANKS, ONCE_COLUMNS = 2048, 64, 256
+"""Columns of dy that a cluster of read_dy takes, the ranks, and the columns of a block."""
+BLOCK_COLUMNS = 64
+"""Columns of a program of expand and of read_x."""
 MULTIPROCESSORS = 132
 ROW, FACTOR, SUM, WORD = 2, 4, 4, 4
 """Bytes of a number of the rows (bf16), of an adapter (fp32), of a partial sum, of 32 keep bits."""
@@ -82,6 +86,12 @@ class Traffic(NamedTuple):
     again: int = 0
 
 
+def _summed_columns(call: Call) -> int:
+    """Returns the columns that a program of shrink sums: a quarter of them where tiles are few."""
+    programs = call.layers * sum(_ceil_div(n, TILE_ROWS) for n in call.rows)
+    return call.d_in if 2 * programs >= MULTIPROCESSORS else UNIT * _ceil_div(call.d_in, QUARTERS * UNIT)
+
+
 def traffic(call: Call) -> dict[str, Traffic]:
     """Returns the bytes of every launch."""
     T, R, L, D = call.total_rows, max(call.ranks), call.layers, call.d_in
@@ -90,15 +100,11 @@ def traffic(call: Call) -> dict[str, Traffic]:
     owned = list(zip(call.rows, call.ranks, strict=True))
     # up to an adapter's own rank, in sectors of 32 bytes
     s_read = L * ROW * sum(n * min(R, 16 * _ceil_div(r, 16)) for n, r in owned)
-    programs = L * sum(_ceil_div(n, TILE_ROWS) for n in call.rows)
     keep = L * T * _ceil_div(D, WORD_COLUMNS) * WORD if call.dropout and call.saves_masks else 0
     a, b = L * ranks * D * FACTOR, ranks * outs * FACTOR
 
-    def parts_of_sum(width: int) -> int:
-        if 2 * programs >= MULTIPROCESSORS:
-            return 0
-        quarter = UNIT * _ceil_div(width, QUARTERS * UNIT)
-        parts = _ceil_div(width, quarter)
+    def parts_of_sum() -> int:
+        parts = _ceil_div(D, _summed_columns(call))
         return 2 * parts * SUM * sum(n * r for n, r in owned) if parts > 1 else 0
 
     def parts_of_gradient(width: int) -> int:
@@ -109,7 +115,7 @@ def traffic(call: Call) -> dict[str, Traffic]:
         clusters = _ceil_div(width, CLUSTER_COLUMNS)
         return clusters * SUM * sum(n * 8 * _ceil_div(r, 8) for n, r in owned) if clusters > 1 else 0
 
-    parts_s = L * parts_of_sum(D)
+    parts_s = L * parts_of_sum()
     parts_dy = sum(map(clusters_of_sum, call.d_outs)) + parts_of_gradient(outs)
     parts_x = L * parts_of_gradient(D)
     return {
@@ -143,17 +149,60 @@ class Cost(NamedTuple):
     seconds: float
 
 
+def _widths(call: Call) -> list[int]:
+    """Returns the width of each adapter's own ranks, which its programs take."""
+    return [next(w for w in (16, 32, 64, 128) if rank <= w or w == 128) for rank in call.ranks]
+
+
 def _mean(call: Call, count: Callable[[int], float]) -> float:
-    """Returns the mean over all rows: each tile takes the width of its own adapter."""
-    widths = [next(w for w in (16, 32, 64, 128) if rank <= w or w == 128) for rank in call.ranks]
-    return sum(n * count(w) for n, w in zip(call.rows, widths, strict=True)) / call.total_rows
+    """Returns the mean over all rows of a number that depends on the width of ranks."""
+    return sum(n * count(w) for n, w in zip(call.rows, _widths(call), strict=True)) / call.total_rows
 
 
-def costs(call: Call, instructions: Instructions) -> list[Cost]:
-    """Returns every launch of forward and backward, in order."""
-    T, L, D, outs = call.total_rows, call.layers, call.d_in, sum(call.d_outs)
+def _programs(call: Call, launch: str) -> Iterator[tuple[int, int]]:
+    """Yields the width of ranks and the elements of each program, in the order of the launch."""
+    tiles = [(w, _ceil_div(n, TILE_ROWS)) for w, n in zip(_widths(call), call.rows, strict=True)]
+    splits = [
+        (width, TILE_ROWS * min(SPLIT_TILES, count - first))
+        for width, count in tiles
+        for first in range(0, count, SPLIT_TILES)
+    ]
+    if launch == "shrink":
+        columns = _summed_columns(call)
+        for _ in range(_ceil_div(call.d_in, columns)):
+            for width, count in tiles:
+                yield from [(width, TILE_ROWS * columns)] * (count * call.layers)
+    elif launch == "expand":
+        for _ in range(sum(_ceil_div(d_out, BLOCK_COLUMNS) for d_out in call.d_outs)):
+            yield from ((width, rows * BLOCK_COLUMNS) for width, rows in splits)
+    elif launch == "read_dy":
+        for d_out in call.d_outs:
+            for width, rows in splits:
+                yield from [(width, rows * ONCE_COLUMNS)] * _ceil_div(d_out, ONCE_COLUMNS)
+    else:
+        for width, rows in splits:
+            yield from [(width, rows * BLOCK_COLUMNS)] * _ceil_div(call.d_in, BLOCK_COLUMNS)
+
+
+def _issue_seconds(call: Call, launch: str, count: Callable[[int], float]) -> float:
+    """Returns how long the multiprocessor issues that has most to do.
+
+    Args:
+        call: whose programs.
+        launch: of them.
+        count: instructions of a warp for each element, by width of ranks.
+    """
+    counts = {width: count(width) for width in set(_widths(call))}
+    free = [0.0] * MULTIPROCESSORS
+    for width, elements in _programs(call, launch):
+        heapq.heapreplace(free, free[0] + counts[width] * elements)
+    return max(free) * MULTIPROCESSORS / ISSUE
+
+
+def _counts(call: Call, instructions: Instructions) -> dict[str, Callable[[int], float]]:
+    """Returns the instructions of a warp for each element of a program, by launch and width of ranks."""
     masks = 0 if not call.dropout else 2 if call.saves_masks else 1
-    at_once = min(L, 3 if max(call.ranks) <= 64 else 1)
+    at_once = min(call.layers, 3 if max(call.ranks) <= 64 else 1)
 
     def read_dy(width: int) -> float:
         panels, own = _ceil_div(width, CLUSTER_RANKS), min(width, CLUSTER_RANKS)
@@ -161,21 +210,26 @@ def costs(call: Call, instructions: Instructions) -> list[Cost]:
             instructions("read_dy_once", max(own, 32), (own,), made) for made in (False, True)
         )
 
-    per_element = {
-        "shrink": L * _mean(call, lambda width: instructions("shrink", width, (int(call.dropout), 1), False)),
-        "expand": _mean(call, lambda width: instructions("expand", width, (1,), False)),
-        "read_dy": _mean(call, read_dy),
-        "read_x": _mean(call, lambda width: instructions("read_x", width, (at_once, masks, 1), True))
-        * L
-        / at_once,
+    return {
+        "shrink": lambda width: instructions("shrink", width, (int(call.dropout), 1), False),
+        "expand": lambda width: instructions("expand", width, (1,), False),
+        "read_dy": read_dy,
+        "read_x": lambda width: (
+            instructions("read_x", width, (at_once, masks, 1), True) * call.layers / at_once
+        ),
     }
-    elements = {"shrink": T * D, "expand": T * outs, "read_dy": T * outs, "read_x": T * D}
-    bytes_of = {name: one.read + one.written for name, one in traffic(call).items()}
+
+
+def costs(call: Call, instructions: Instructions) -> list[Cost]:
+    """Returns every launch of forward and backward, in order."""
+    T, L, D, outs = call.total_rows, call.layers, call.d_in, sum(call.d_outs)
+    counts, moved = _counts(call, instructions), traffic(call)
 
     def launch(name: str) -> Cost:
-        issued = per_element[name] * elements[name] / ISSUE
-        seconds = max(bytes_of[name] / BANDWIDTH, issued) + GAP
-        return Cost(name, bytes_of[name], per_element[name], seconds)
+        size = moved[name].read + moved[name].written
+        issued = _issue_seconds(call, name, counts[name])
+        each = _mean(call, counts[name]) * (L if name == "shrink" else 1)
+        return Cost(name, size, each, max(size / BANDWIDTH, issued) + GAP)
 
     def product(name: str, size: float) -> Cost:
         return Cost(name, size, None, ADDED * size / BANDWIDTH)
@@ -198,17 +252,21 @@ def own_costs(call: Call, instructions: Instructions) -> list[Cost]:
     """
     T, L, D, outs = call.total_rows, call.layers, call.d_in, sum(call.d_outs)
     shrink, _, _, read_dy, read_x, _ = costs(call, instructions)
-    without_masks = costs(replace(call, dropout=False), instructions)[4]
+    with_masks, without = (
+        _counts(one, instructions)["read_x"] for one in (call, replace(call, dropout=False))
+    )
     padded = sum(16 * _ceil_div(rank, 16) for rank in call.ranks)
 
     def page(name: str, columns: int) -> Cost:
         size = (sum(call.ranks) * FACTOR + padded * ROW) * columns
         return Cost(name, size, None, size / BANDWIDTH + GAP)
 
+    def each(width: int) -> float:
+        return L * instructions("read_dy", width, (1,), True) + with_masks(width) - without(width)
+
     size = read_x.bytes - T * D * ROW
-    each = L * _mean(call, lambda width: instructions("read_dy", width, (1,), True))
-    each += (read_x.instructions or 0.0) - (without_masks.instructions or 0.0)
-    of_a = Cost("read_x, dA", size, each, max(size / BANDWIDTH, each * T * D / ISSUE) + GAP)
+    took = max(size / BANDWIDTH, _issue_seconds(call, "read_x", each)) + GAP
+    of_a = Cost("read_x, dA", size, _mean(call, each), took)
     return [shrink, page("page of B", outs), read_dy, page("page of A", L * D), of_a]
 
 

@@ -101,14 +101,16 @@ def per_element(code: list[tuple[int, str]], template: Template, *, gradient: bo
     once = template.kernel == "read_dy_once"
 
     def is_main(body: list[str]) -> bool:
+        if any(text.startswith("EXIT") for text in body):
+            return False  # code behind the kernel's end, for a warp whose threads diverged, jumps back here
         return _is_main_once(body, template.others[0]) if once else _is_main(body, gradient)
 
     main = [loop for loop in loops if is_main(instructions[slice(*loop)])]
-    # the innermost ones; a kernel has one body for each width up to its own
+    # the innermost ones; a kernel has one body for each width up to its own, the widest last
     innermost = [
         loop for loop in main if not any(loop != o and loop[0] <= o[0] and o[1] <= loop[1] for o in main)
     ]
-    begin, end = max(innermost, key=lambda loop: loop[1] - loop[0])
+    begin, end = max(innermost)
     nested = [loop for loop in loops if begin <= loop[0] and loop[1] <= end and loop != (begin, end)]
     outermost = [
         loop
@@ -161,9 +163,12 @@ def _usual_way(
         if target is not None and index < target <= end:
             missed = _NEEDED_COST * (skipped[target] - skipped[index + 1])
             cost[target] = min(cost[target], here + 1 + missed)
-        if branch is None or text.startswith("@") or " P" in text.split("BRA")[1]:
+        # BRA.DIV leaves the way only where a warp's threads diverged
+        if branch is None or text.startswith("@") or " P" in text.split("BRA")[1] or "BRA.DIV" in text:
             cost[index + 1] = min(cost[index + 1], here + 1)
         index += 1
+    if cost[end] == float("inf"):
+        raise RuntimeError("machine code: expected a way through a kernel's main loop, found none")
     return cost[end] % _NEEDED_COST
 
 

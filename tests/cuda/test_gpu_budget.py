@@ -153,3 +153,42 @@ def test_instructions_follow_the_way_that_a_launch_takes() -> None:
     expected = 3 + 3 + 4 * 4 + 2
     found = per_element(code, Template("read_x", 16, (1, 0, 1)), gradient=True)
     assert found == expected * 8 / (64 * 64)
+
+
+def test_instructions_of_a_loop_that_jumps_behind_the_end_where_threads_diverge() -> None:
+    """The compiler puts such code behind EXIT, from where it jumps back: that makes no loop."""
+    from gpu.instructions import Template, per_element
+
+    body = [
+        "BAR.SYNC.DEFER_BLOCKING 0x0",
+        "BRA.DIV UR4, 0x80",
+        "LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64]",
+        "LDSM.16.M88.4 R1, [R2]",
+        "HMMA.16816.F32.BF16 R1, R1, R1, R1",
+        "@!P3 BRA 0x0",
+        "STG.E.128 desc[UR4][R2.64], R1",
+        "EXIT ",
+        *["WARPSYNC.COLLECTIVE R102, 0x90"] * 8,
+        "BRA 0x20",
+    ]
+    code = [(16 * index, text) for index, text in enumerate(body)]
+    assert per_element(code, Template("shrink", 64, (1, 1)), gradient=False) == 6 * 8 / (64 * 128)
+
+
+@pytest.mark.parametrize(("rows", "layers", "rounds"), [(64 * 132, 1, 1), (64 * 132 + 1, 1, 2), (8192, 3, 3)])
+def test_equal_programs_take_whole_rounds(rows: int, layers: int, rounds: int) -> None:
+    from gpu import budget
+
+    call = budget.Call([rows], [16], 4096, [64] * layers)
+    shrink = budget.costs(call, lambda kernel, *_: float(kernel == "shrink"))[0]
+    assert shrink.seconds == pytest.approx(rounds * 64 * 4096 * 132 / budget.ISSUE + budget.GAP)
+
+
+def test_a_launch_ends_with_its_slowest_program() -> None:
+    """Of 128 tiles on 132 multiprocessors each has one of its own."""
+    from gpu import budget
+
+    call = budget.Call([2048] * 4, [8, 16, 32, 64], 4096, [64])
+    shrink = budget.costs(call, lambda kernel, width, *_: (kernel == "shrink") * float(width))[0]
+    assert shrink.instructions == (16 + 16 + 32 + 64) / 4
+    assert shrink.seconds == pytest.approx(64 * 64 * 4096 * 132 / budget.ISSUE + budget.GAP)
