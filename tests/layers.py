@@ -37,9 +37,8 @@ MLORA = Package(
     (
         ("cli",),
         ("run", "report"),
-        ("sweep",),
-        ("queue", "simulate"),
-        ("planning", "files"),
+        ("sweep", "simulate"),
+        ("planning", "store"),
         ("engine", "tasks"),
         ("data", "pipeline"),
         ("model", "cluster"),

@@ -126,7 +126,7 @@ def phases(kit: Path, processes: int) -> Iterator[Phase]:
         "tests", 150, "tests.log", TESTS,
         pytest(
             parallel,
-            "--continue-on-collection-errors tests/ext tests/cuda tests/mlora/model tests/mlora/files",
+            "--continue-on-collection-errors tests/ext tests/cuda tests/mlora/model tests/mlora/store",
         ),
         some, tests,
     )  # fmt: skip

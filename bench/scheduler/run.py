@@ -9,17 +9,17 @@ from typing import Any, Self
 
 from mlora.config.run_config import RunConfig
 from mlora.engine.memory_limit import RESERVED, MemoryLimit
-from mlora.files.checkpoint_writer import CheckpointWriter
-from mlora.files.run_folder import RunFolder
 from mlora.model.base_info import BaseInfo
 from mlora.planning.task_memory import TaskMemory
-from mlora.queue.task_queue import TaskQueue
 from mlora.run.callbacks import Callbacks
 from mlora.run.decisions import Decisions
 from mlora.run.loop import TrainingLoop
 from mlora.run.prepare import Prepared, limit_memory, make_engine
 from mlora.run.reporter import Reporter
 from mlora.run.task_table import TaskTable
+from mlora.store.checkpoint_writer import CheckpointWriter
+from mlora.store.queue import TaskQueue
+from mlora.store.run_folder import RunFolder
 from mlora.tasks.task import Task, TaskBuilder
 
 from scheduler.timers import EACH, Stopwatch

@@ -30,9 +30,9 @@ from mlora.cluster.allocators import keep_freed_memory
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
 from mlora.engine.engine import Engine
-from mlora.files.run_folder import RunFolder
 from mlora.model.base_info import BaseInfo
 from mlora.run.run import train
+from mlora.store.run_folder import RunFolder
 from mlora.sweep.ranking import RankedTrial, rank_trials
 from mlora.tasks.task import Task, TaskBuilder
 from peft import PeftModel

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import callbacks
 import pytest
-from mlora.files.run_folder import read_metrics
+from mlora.store.run_folder import read_metrics
 
 
 def test_it_stops_the_one_that_is_good_enough(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import drop_in
 from mlora.config.config_file import load_config
-from mlora.files.run_folder import read_metrics
 from mlora.run.run import train
+from mlora.store.run_folder import read_metrics
 
 EXAMPLE = Path(drop_in.__file__).parent / "classification.yaml"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import mlora
 import pytest
 from mlora.config.config_file import load_config
-from mlora.files.run_folder import read_metrics
+from mlora.store.run_folder import read_metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

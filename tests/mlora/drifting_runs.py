@@ -15,12 +15,12 @@ from mlora.data.dataset import Sample
 from mlora.data.sampler import BatchPlan
 from mlora.data.token_table import Samples
 from mlora.engine.memory_limit import MIB, MemoryLimit
-from mlora.files.run_folder import RunFolder
 from mlora.planning.task_memory import LIMIT
-from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import MemoryEstimate
+from mlora.store.queue import Request
+from mlora.store.run_folder import RunFolder
 from mlora.tasks.groups import Group
 from mlora.tasks.task import Progress
 

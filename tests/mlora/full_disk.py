@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlora.files.run_folder import TEMPORARY
+from mlora.store.run_folder import TEMPORARY
 
 
 class _Full(io.FileIO):

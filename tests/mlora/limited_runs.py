@@ -18,10 +18,10 @@ from mlora.config.config_file import resolve_config
 from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import RESERVED, MemoryLimit
-from mlora.queue.task_queue import TaskQueue
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume
 from mlora.scheduler import MemoryEstimate
+from mlora.store.queue import TaskQueue
 from mlora.tasks.task import Task
 
 from tests.mlora.tiny_run import run_data

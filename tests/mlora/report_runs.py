@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mlora.files.run_folder import RunFolder
+from mlora.store.run_folder import RunFolder
 from mlora.tasks.result import AdapterResult
 from tiny_run import write_jsonl
 

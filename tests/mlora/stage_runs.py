@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.files.run_folder import read_metrics
+from mlora.store.run_folder import read_metrics
 from safetensors.torch import load_file
 
 from tests.mlora.stages import ROOT, Stages, stages

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import yaml
-from mlora.files.run_folder import read_metrics
+from mlora.store.run_folder import read_metrics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from mlora.files.checkpoint import load_checkpoint
-from mlora.files.run_folder import RunFolder
-from mlora.files.state_files import lost_file
+from mlora.store.checkpoint import load_checkpoint
+from mlora.store.run_folder import RunFolder
+from mlora.store.state_files import lost_file
 
 from tests.mlora.offload.full_runs import assert_same, full_data
 from tests.mlora.tiny_run import save_base, write_run

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mlora.files.checkpoint import list_checkpoints, load_checkpoint
-from mlora.files.run_folder import read_metrics
+from mlora.store.checkpoint import list_checkpoints, load_checkpoint
+from mlora.store.run_folder import read_metrics
 
 from tests.mlora.limited_runs import ask, decisions, five_tasks, submission
 from tests.mlora.stage_runs import ENVIRONMENT

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from mlora.files.checkpoint import list_checkpoints
+from mlora.store.checkpoint import list_checkpoints
 
 from tests.mlora.chaos import attempt
 from tests.mlora.stage_runs import assert_equal, commands, error_lines, many_kinds, run_stages, save_deep_base

@@ -64,9 +64,9 @@ def of_checkpoints(source: Path, asked: Sequence[str], stack: ExitStack) -> dict
     """
     if not os.path.isfile(source / "config.yaml"):
         return {}
-    from mlora.files.run_folder import RunFolder
     from mlora.run.handoff.adapters import find_weights, open_run
     from mlora.run.handoff.peft_folders import peft_folder_of
+    from mlora.store.run_folder import RunFolder
 
     summary = RunFolder(source.resolve()).read_summary()
     states = {name: entry["state"] for name, entry in summary["adapters"].items()} if summary else {}

@@ -129,8 +129,8 @@ def start(
 def resume(run_dir: RunDir, set_: Overrides = None) -> None:
     """Continue a run from its last checkpoint."""
     with command(goes_on=True):
-        from mlora.files.run_folder import RunFolder
         from mlora.run.resumed_config import resumed_config
+        from mlora.store.run_folder import RunFolder
 
         settings, folder = set_ or [], RunFolder(run_dir.resolve())
         config = resumed_config(folder, settings)  # reports a fault before torch is loaded

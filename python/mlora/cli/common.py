@@ -103,8 +103,8 @@ def start_stages(config: RunConfig, arguments: list[str], *, overwrite: bool | N
     from torch.distributed import is_torchelastic_launched
 
     from mlora.cluster.launch import launch
-    from mlora.files.run_folder import RunFolder
     from mlora.run.preflight import check_early
+    from mlora.store.run_folder import RunFolder
 
     if is_torchelastic_launched():
         return
@@ -131,8 +131,8 @@ def run_here(config: RunConfig, lead: Callable[[Member | None], RunResult], *, t
 
 def finish(result: RunResult) -> None:
     """Prints the table at the end of a run and exits with the run's exit code."""
-    from mlora.files.run_folder import RunFolder
-    from mlora.queue.task_queue import has_news
+    from mlora.store.queue import has_news
+    from mlora.store.run_folder import RunFolder
 
     folder = RunFolder(result.output_dir)
     sweep = folder.read_config().sweep

@@ -26,7 +26,7 @@ Checkpoint = Annotated[
 
 def _begin(run_dir: Path) -> None:
     """Loads the operators; reports a folder without a run before."""
-    from mlora.files.run_folder import RunFolder
+    from mlora.store.run_folder import RunFolder
 
     begin(quantized=quantizes(RunFolder(run_dir.resolve()).read_config()))
 

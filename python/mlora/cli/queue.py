@@ -42,7 +42,7 @@ def submit(
 ) -> None:
     """Add tasks to a run, while it trains or afterwards."""
     with command():
-        from mlora.queue.requests import submit
+        from mlora.store.requests import submit
 
         print_lines(submit(run_dir, tasks))
 
@@ -62,7 +62,7 @@ def change_tasks(
 ) -> None:
     """Carries out the command of `CHANGES` that the user gave."""
     with command():
-        from mlora.queue.requests import Change, change
+        from mlora.store.requests import Change, change
 
         print_lines(change(run_dir, cast(Change, context.info_name), names))
 
@@ -77,7 +77,7 @@ def stop(
     They end at the run's next iteration, as if they had finished. Needs --keep; `mlora cancel` keeps nothing.
     """
     with command():
-        from mlora.queue.requests import change
+        from mlora.store.requests import change
 
         if not keep:
             run, tasks = run_dir, " ".join(names)

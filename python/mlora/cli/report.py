@@ -26,9 +26,9 @@ def report(
     afterwards.
     """
     with command():
-        from mlora.files.disk import write_file
-        from mlora.files.run_folder import RunFolder
         from mlora.report.page import render
+        from mlora.store.disk import write_file
+        from mlora.store.run_folder import RunFolder
 
         page = render(read(run_dir))
         path = output.resolve() if output else RunFolder(run_dir.resolve()).report  # which may be a link

@@ -10,11 +10,11 @@ from typing import Any
 
 from mlora.cli.common import how_to_go_on
 from mlora.cli.tables import result_table
-from mlora.files.checkpoint import list_checkpoints
-from mlora.files.run_folder import RunFolder, is_running, metrics_of
-from mlora.files.stored_config import stored_adapter, stored_config
-from mlora.queue.requests import ENDED, KnownTask, known_tasks
-from mlora.queue.task_queue import TaskQueue
+from mlora.store.checkpoint import list_checkpoints
+from mlora.store.queue import TaskQueue
+from mlora.store.requests import ENDED, KnownTask, known_tasks
+from mlora.store.run_folder import RunFolder, is_running, metrics_of
+from mlora.store.stored_config import stored_adapter, stored_config
 from mlora.sweep.proposal import trials_begun
 from mlora.sweep.ranking import SweepProgress, sweep_progress
 from mlora.tasks.result import AdapterResult, evaluated_metrics, shown_metrics

@@ -41,7 +41,7 @@ def schema(
         if output is None:
             print(text)
             return
-        from mlora.files.disk import write_file
+        from mlora.store.disk import write_file
 
         write_file(output, f"{text}\n".encode())
         print(f"{output}: name it in a file's first line: # yaml-language-server: $schema={output}")

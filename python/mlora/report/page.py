@@ -10,13 +10,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from mlora.queue.requests import ENDED
 from mlora.report.charts import Chart, Form, Rule, Series, chart, spreads
 from mlora.report.curves import MOST, Curve, Point
 from mlora.report.numbers import count, duration, number, percent, size
 from mlora.report.read import Adapter, Run
 from mlora.report.results import result_columns
 from mlora.report.settings import settings_of, versions_of
+from mlora.store.requests import ENDED
 
 OPEN = 6  # adapters whose parts are open when the page is; of more, only a small chart of each is seen
 FINDABLE = 12  # adapters from which on the page has a field to find one

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mlora.files.disk import os_errors
-from mlora.files.run_folder import RunFolder, metrics_of
-from mlora.files.samples import read_samples
 from mlora.report.curves import Curve
 from mlora.report.history import History, read_history
 from mlora.report.timeline import RunTimeline, read_timeline
+from mlora.store.disk import os_errors
+from mlora.store.run_folder import RunFolder, metrics_of
+from mlora.store.samples import read_samples
 
 
 @dataclass(frozen=True)

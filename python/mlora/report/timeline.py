@@ -10,8 +10,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from mlora.errors import RunError, first_line
-from mlora.files.disk import os_errors
 from mlora.regular_files import open_regular
+from mlora.store.disk import os_errors
 
 SHOWN = 24  # micro-batches of the first stage, forward and backward
 MOST = 1500  # spans of all stages

@@ -11,12 +11,12 @@ from typing import Any
 
 from mlora.cluster.signals import Interrupted
 from mlora.config.run_config import RunConfig
-from mlora.files.checkpoint import FORMAT
-from mlora.queue.task_queue import TaskQueue
 from mlora.run.status_publisher import StatusPublisher
 from mlora.run.task_states import longer_files, state_file
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, Room, admit, sum_of
+from mlora.store.checkpoint import FORMAT
+from mlora.store.queue import TaskQueue
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task

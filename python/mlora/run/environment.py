@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mlora.files.run_folder import RunFolder
+from mlora.store.run_folder import RunFolder
 
 PACKAGES = ("mlora-ext", "torch", "transformers", "peft", "tokenizers", "safetensors", "numpy")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
-from mlora.files.disk import check_tensors, os_errors, write_file
-from mlora.files.run_folder import RunFolder
 from mlora.run.reporter import Reporter
+from mlora.store.disk import check_tensors, os_errors, write_file
+from mlora.store.run_folder import RunFolder
 from mlora.tasks.task import ALIVE
 
 

@@ -13,12 +13,6 @@ from mlora.config.sweep_config import is_trial
 from mlora.engine.adapter_state import BatchResult, added, means
 from mlora.engine.batcher import BatchFuture
 from mlora.errors import RunError, file_line
-from mlora.files.checkpoint_writer import CheckpointWriter
-from mlora.files.disk import checksum_of
-from mlora.files.loss_plot import plot_losses
-from mlora.files.run_folder import Metrics, read_metrics
-from mlora.files.samples import append_samples, samples_size
-from mlora.files.state_files import StateFiles, best_file, files_named, finished_files
 from mlora.objectives.custom import CustomLoss
 from mlora.optim.optimizer import OptimizerError
 from mlora.pipeline import PipelineError
@@ -30,6 +24,12 @@ from mlora.run.prepare import Prepared
 from mlora.run.stages import less_memory
 from mlora.run.task_states import compare, keep_for_longer, never_best, save_result, write_best
 from mlora.run.trial_losses import not_measured
+from mlora.store.checkpoint_writer import CheckpointWriter
+from mlora.store.disk import checksum_of
+from mlora.store.loss_plot import plot_losses
+from mlora.store.run_folder import Metrics, read_metrics
+from mlora.store.samples import append_samples, samples_size
+from mlora.store.state_files import StateFiles, best_file, files_named, finished_files
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
-from mlora.files.run_folder import RunFolder
+from mlora.store.run_folder import RunFolder
 
 
 def check_blocks(config: RunConfig, blocks: int) -> None:

@@ -24,13 +24,11 @@ from mlora.engine.full_engine import FullEngine
 from mlora.engine.measured_samples import MeasuredSamples
 from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError, first_fault, first_line, reason_of
-from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import left_by_runs, used_memory
 from mlora.model.base_info import BaseInfo, router_loss_fault
 from mlora.offload.base_bytes import BaseBytes
 from mlora.optim.registry import optimizer_kind
 from mlora.planning.task_memory import LIMIT, memory_need
-from mlora.queue.submission import submitted
 from mlora.run.callback_factory import check_callbacks
 from mlora.run.decisions import Decisions
 from mlora.run.inputs import check_inputs, check_sweep, inputs_of_sweep
@@ -42,6 +40,8 @@ from mlora.run.task_table import TaskTable
 from mlora.run.trackers.tracking import check_trackers
 from mlora.run.trial_losses import faults_of_own_losses
 from mlora.scheduler import token_balanced
+from mlora.store.run_folder import RunFolder
+from mlora.store.submission import submitted
 from mlora.tasks.groups import held_batches, most_under_way, slot_count
 from mlora.tasks.task import ALIVE, Progress, Task, TaskBuilder, check_loss
 from mlora_ext.backends.gpu_base_gemm import DEFAULT

@@ -12,7 +12,7 @@ from mlora.config.run_config import RunConfig
 from mlora.config.strict import Location, shown
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError
-from mlora.files.run_folder import RunFolder
+from mlora.store.run_folder import RunFolder
 
 _INTERVALS = ("logging_steps", "save_steps")
 FREE = {

@@ -11,13 +11,6 @@ from mlora.cluster.signals import ending_signals
 from mlora.config.config_file import load_config
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
-from mlora.files.checkpoint import list_checkpoints, load_checkpoint, read_checkpoint
-from mlora.files.checkpoint_writer import CheckpointWriter
-from mlora.files.loss_plot import plot_losses
-from mlora.files.run_folder import Metrics, RunFolder, read_metrics
-from mlora.files.samples import cut_samples
-from mlora.files.state_files import lost_file
-from mlora.queue.task_queue import TaskQueue, has_news
 from mlora.run.callbacks import Callbacks
 from mlora.run.decisions import journaled
 from mlora.run.environment import note_start
@@ -32,6 +25,13 @@ from mlora.run.trackers.tracked_runs import TrackedRuns
 from mlora.run.trackers.tracker import Tracker
 from mlora.run.trackers.tracking import Tracking, open_trackers
 from mlora.simulate.trace_file import SPANS, TraceFiles
+from mlora.store.checkpoint import list_checkpoints, load_checkpoint, read_checkpoint
+from mlora.store.checkpoint_writer import CheckpointWriter
+from mlora.store.loss_plot import plot_losses
+from mlora.store.queue import TaskQueue, has_news
+from mlora.store.run_folder import Metrics, RunFolder, read_metrics
+from mlora.store.samples import cut_samples
+from mlora.store.state_files import lost_file
 from mlora.sweep.outcome import write_outcome
 from mlora.sweep.proposal import trials_begun
 from mlora.tasks.result import AdapterResult, RunResult

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlora.errors import RunError
-from mlora.queue.task_queue import TaskQueue
 from mlora.run.task_table import TaskTable
+from mlora.store.queue import TaskQueue
 from mlora.tasks.task import Task
 
 EVERY = 5.0  # seconds between two publications, at least

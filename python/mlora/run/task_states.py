@@ -20,10 +20,10 @@ from safetensors import SafetensorError
 from mlora.engine.engine import Engine
 from mlora.engine.put_adapter import lora_of
 from mlora.errors import NamedRunError, RunError, first_line
-from mlora.files.disk import checksum_of, os_errors, write_file, write_tensors
-from mlora.files.run_folder import OWN_FILES, RunFolder
-from mlora.files.state_files import best_file, read_state
 from mlora.run.handoff.model_card import CARD, write_adapter_card
+from mlora.store.disk import checksum_of, os_errors, write_file, write_tensors
+from mlora.store.run_folder import OWN_FILES, RunFolder
+from mlora.store.state_files import best_file, read_state
 from mlora.tasks.task import Task
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
 from mlora_ext.interop.peft_folder import CONFIG

@@ -11,14 +11,14 @@ from mlora.config.sweep_config import is_trial
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import AdmissionCandidate, MemoryLimit
 from mlora.errors import RunError, reason_of
-from mlora.files.run_folder import RunFolder
 from mlora.memory.estimate import MemorySample
 from mlora.planning.task_memory import TaskMemory, memory_need
-from mlora.queue.submission import submitted
-from mlora.queue.task_queue import Request
 from mlora.run.reporter import Reporter, some
 from mlora.run.task_states import bring_back, restore_adapter, save_result, set_aside
 from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
+from mlora.store.queue import Request
+from mlora.store.run_folder import RunFolder
+from mlora.store.submission import submitted
 from mlora.sweep.proposal import Proposal
 from mlora.tasks.groups import Group
 from mlora.tasks.task import State, Task, TaskBuilder, check_loss

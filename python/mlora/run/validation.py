@@ -14,7 +14,6 @@ from mlora.engine.dry_run import dry_stages
 from mlora.engine.memory_limit import in_units
 from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError, first_line
-from mlora.files.run_folder import RunFolder
 from mlora.memory.process_memory import free_memory, used_at_first, used_memory
 from mlora.objectives.custom import NOT_RUN
 from mlora.objectives.options import OWN
@@ -27,6 +26,7 @@ from mlora.run.prepare import Prepared, prepare, sweep_of
 from mlora.run.reporter import Reporter
 from mlora.run.trial_losses import faults_of_own_losses
 from mlora.scheduler import token_balanced
+from mlora.store.run_folder import RunFolder
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task
 

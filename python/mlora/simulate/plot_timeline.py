@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlora.files.loss_plot import save_figure
 from mlora.pipeline.actions import ActionType
 from mlora.simulate.measures import Window, busy_shares
 from mlora.simulate.timeline import EVALUATION, OPTIMIZER, Event, Timeline, as_events
+from mlora.store.loss_plot import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

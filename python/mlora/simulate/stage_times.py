@@ -8,9 +8,9 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mlora.errors import RunError, first_fault, first_line
-from mlora.files.disk import os_errors
 from mlora.regular_files import open_regular
 from mlora.simulate.workload import SimulatedLink, StageTime
+from mlora.store.disk import os_errors
 
 
 class MeasuredStage(BaseModel):

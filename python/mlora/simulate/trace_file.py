@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from mlora.files.disk import write_file
 from mlora.pipeline.actions import ActionType
 from mlora.pipeline.trace import BESIDE, ROLES, Entry, Span
 from mlora.simulate.measures import Window, measure
 from mlora.simulate.plot_timeline import plot_timeline
 from mlora.simulate.stage_times import MeasuredLink, MeasuredStage, StageTimes
 from mlora.simulate.timeline import EVALUATION, Event, Timeline
+from mlora.store.disk import write_file
 
 SPANS = 1 << 17  # per stage; the latest ones are kept
 _KINDS = {"forward": ActionType.FORWARD, "backward": ActionType.BACKWARD}

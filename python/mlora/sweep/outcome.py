@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from mlora.config.search_space import Choice, Leaf
 from mlora.config.sweep_config import SweepConfig
 from mlora.durable import sync_path, temporary
-from mlora.files.disk import os_errors, write_file
-from mlora.files.loss_plot import add_legend, make_panels, save_figure
-from mlora.files.run_folder import RunFolder
+from mlora.store.disk import os_errors, write_file
+from mlora.store.loss_plot import add_legend, make_panels, save_figure
+from mlora.store.run_folder import RunFolder
 from mlora.sweep.ranking import RankedTrial, rank_trials, shown_metrics
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlora.queue.task_queue import TaskQueue
+from mlora.store.queue import TaskQueue
 
 
 @dataclass(frozen=True)

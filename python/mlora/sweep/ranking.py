@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlora.config.sweep_config import SweepConfig
-from mlora.files.run_folder import RunFolder, read_metrics
-from mlora.queue.task_queue import TaskQueue
+from mlora.store.queue import TaskQueue
+from mlora.store.run_folder import RunFolder, read_metrics
 from mlora.sweep.proposal import trials_begun
 
 

@@ -16,8 +16,8 @@ import torch
 from command_line import Run, only_line
 from limited_runs import Watching, interrupt
 from mlora.config.config_file import resolve_config
-from mlora.files.run_folder import RunFolder
 from mlora.run.run import train
+from mlora.store.run_folder import RunFolder
 from peft import PeftModel
 from tiny_run import run_data, weights, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from command_line import Run, only_line
 from mlora.cli.run_status import read_status
-from mlora.files.run_folder import Metrics
-from mlora.queue.requests import submit
-from mlora.queue.task_queue import TaskQueue
+from mlora.store.queue import TaskQueue
+from mlora.store.requests import submit
+from mlora.store.run_folder import Metrics
 from queue_runs import THIRD, states, write_task
 from tiny_run import lines, random_tokens, run_data, write_jsonl, write_run
 
@@ -222,7 +222,7 @@ def test_a_run_that_has_just_taken_its_folder(
     config = (done / "config.yaml").rename(done / "later.yaml")
     with Metrics(done / "metrics.jsonl"):
         with monkeypatch.context() as patch:
-            patch.setattr("mlora.queue.requests.PATIENCE", 0.1)
+            patch.setattr("mlora.store.requests.PATIENCE", 0.1)
             assert "has no config.yaml" in only_line(run("submit", done, task_file))
         writing = threading.Timer(0.3, lambda: config.rename(done / "config.yaml"))
         writing.start()
@@ -329,14 +329,14 @@ def test_status_shows_who_waits_and_memory(run: Run, done: Path, task_file: Path
 def test_a_request_that_comes_too_late_is_told_of(run: Run, tiny_base: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path, run_data(tiny_base, tmp_path))
     task = write_task(tmp_path)
-    write_summary = "mlora.files.run_folder.RunFolder.write_summary"
+    write_summary = "mlora.store.run_folder.RunFolder.write_summary"
 
     def late(folder: Any, summary: dict[str, Any]) -> None:
         original(folder, summary)
         if summary["status"] == "finished":
             submit(folder.path, [task])
 
-    from mlora.files.run_folder import RunFolder
+    from mlora.store.run_folder import RunFolder
 
     original = RunFolder.write_summary
     with pytest.MonkeyPatch.context() as patch:
@@ -349,7 +349,7 @@ def test_a_request_that_comes_too_late_is_told_of(run: Run, tiny_base: Path, tmp
 
 def test_the_commands_start_fast(tmp_path: Path) -> None:
     program = (
-        "import sys, mlora.queue.requests, mlora.cli.run_status, mlora.cli.app; print('torch' in sys.modules)"
+        "import sys, mlora.store.requests, mlora.cli.run_status, mlora.cli.app; print('torch' in sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ)
     assert found.stdout == "False\n", found.stderr

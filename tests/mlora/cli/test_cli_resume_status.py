@@ -10,7 +10,7 @@ import pytest
 from command_line import Run, bad_line, only_line
 from mlora.cli.run_status import read_status
 from mlora.errors import RunError
-from mlora.files.run_folder import Metrics, is_running
+from mlora.store.run_folder import Metrics, is_running
 from tiny_run import run_data, write_run
 
 

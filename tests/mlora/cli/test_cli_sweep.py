@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from mlora.config.config_file import resolve_config
-from mlora.files.run_folder import RunFolder
+from mlora.store.run_folder import RunFolder
 from mlora.sweep.ranking import rank_trials
 from sweep_data import sweep_data
 from sweep_runs import RATES

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from command_line import Run, bad_line, only_line
 from mlora.cli.common import how_to_train_again
-from mlora.files.run_folder import Metrics
 from mlora.objectives import function_file
 from mlora.run.prepare import prepare
+from mlora.store.run_folder import Metrics
 from mlora.tasks.result import AdapterResult, RunResult
 from safetensors.torch import load_file
 from tiny_run import run_data, save_base, write_run

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Run
-from mlora.files.run_folder import RunFolder
+from mlora.store.run_folder import RunFolder
 from tiny_run import run_data, write_run
 
 Started = list[tuple[int, list[str]]]

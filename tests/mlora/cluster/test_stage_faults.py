@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from mlora.cli.run_status import read_status
-from mlora.files.checkpoint import list_checkpoints
+from mlora.store.checkpoint import list_checkpoints
 from stage_runs import (
     ENVIRONMENT,
     assert_alike,

@@ -18,8 +18,8 @@ import torch
 from mlora.config.config_file import resolve_config
 from mlora.data.dataset import load_dataset
 from mlora.data.preference import joined
-from mlora.files.run_folder import read_metrics
 from mlora.objectives.registry import objective_of, style_of
+from mlora.store.run_folder import read_metrics
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from mlora.errors import RunError
-from mlora.files.samples import append_samples, cut_samples, read_samples, samples_size
 from mlora.report.charts import Series, chart, value_axis
 from mlora.report.curves import MOST, Curve, Point
 from mlora.report.history import read_history
 from mlora.report.numbers import count, duration, loss, number, percent, size
 from mlora.report.timeline import read_timeline, window_of
+from mlora.store.samples import append_samples, cut_samples, read_samples, samples_size
 from report_runs import step
 
 

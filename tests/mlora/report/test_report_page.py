@@ -11,9 +11,9 @@ import pytest
 from command_line import invoke, only_line
 from mlora import report
 from mlora.cli.report import read
-from mlora.files.run_folder import Metrics, RunFolder
 from mlora.report.curves import MOST, Curve
 from mlora.report.page import POINTS, render
+from mlora.store.run_folder import Metrics, RunFolder
 from mlora.tasks.result import AdapterResult
 from report_runs import START, falling_lines, result, step, write_run_folder
 

@@ -17,10 +17,10 @@ from mlora.cli.tables import result_table
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
-from mlora.files.checkpoint import list_checkpoints
 from mlora.run.reporter import PlainLines, Reporter
 from mlora.run.run import resume, train
 from mlora.run.task_states import compare
+from mlora.store.checkpoint import list_checkpoints
 from mlora.tasks.task import Progress
 from peft import PeftModel
 from safetensors.torch import load_file

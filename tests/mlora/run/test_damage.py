@@ -13,8 +13,8 @@ import pytest
 import torch
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
-from mlora.files.disk import read_tensors, write_tensors
 from mlora.run.run import resume, train
+from mlora.store.disk import read_tensors, write_tensors
 
 from tests.mlora.equal_states import assert_equal
 from tests.mlora.limited_runs import Watching, ask, interrupt

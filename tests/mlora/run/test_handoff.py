@@ -12,11 +12,11 @@ import pytest
 import torch
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
-from mlora.files.checkpoint import list_checkpoints
 from mlora.run.handoff.export import export_adapter
 from mlora.run.handoff.merge import merge_adapter
 from mlora.run.handoff.model_card import card_text
 from mlora.run.handoff.servers import serving_lines
+from mlora.store.checkpoint import list_checkpoints
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import (

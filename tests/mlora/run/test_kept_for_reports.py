@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from mlora.config.config_file import resolve_config
-from mlora.files.run_folder import RunFolder
-from mlora.files.samples import read_samples
 from mlora.run.environment import note_start
 from mlora.run.evaluation import SAMPLE_LETTERS, SAMPLES, _sample
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
+from mlora.store.run_folder import RunFolder
+from mlora.store.samples import read_samples
 from tiny_run import lines, write_jsonl
 
 

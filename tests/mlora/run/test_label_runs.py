@@ -13,9 +13,9 @@ import torch
 from limited_runs import Watching, interrupt
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
-from mlora.files.run_folder import read_metrics
 from mlora.run.reporter import PlainLines
 from mlora.run.run import resume, train
+from mlora.store.run_folder import read_metrics
 from peft import PeftModel
 from tiny_run import write_jsonl
 from transformers import (

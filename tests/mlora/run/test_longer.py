@@ -10,9 +10,9 @@ import mlora
 import pytest
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
-from mlora.files.run_folder import RunFolder, read_metrics
 from mlora.run.handoff.export import export_adapter
 from mlora.run.run import resume
+from mlora.store.run_folder import RunFolder, read_metrics
 
 from tests.mlora.command_line import invoke
 from tests.mlora.limited_runs import Watching, interrupt

@@ -13,9 +13,9 @@ import pytest
 import torch
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
-from mlora.files.checkpoint import list_checkpoints
 from mlora.model.base_info import DIGEST, BaseInfo
 from mlora.run.run import resume, train
+from mlora.store.checkpoint import list_checkpoints
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

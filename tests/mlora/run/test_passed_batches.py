@@ -4,10 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlora.files.run_folder import RunFolder
 from mlora.run.reporter import Reporter
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import Admission, Room
+from mlora.store.run_folder import RunFolder
 
 
 def table_of(engine: Any, memory: Any, admission: Admission) -> TaskTable:

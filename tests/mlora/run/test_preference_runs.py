@@ -15,9 +15,9 @@ from mlora.cli.live_table import LiveTable
 from mlora.cli.run_status import read_status
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
-from mlora.files.run_folder import read_metrics
 from mlora.run.reporter import PlainLines
 from mlora.run.validation import validate
+from mlora.store.run_folder import read_metrics
 from peft import LoraConfig
 from rich.console import Console
 from transformers import AutoModelForCausalLM

@@ -10,10 +10,10 @@ import pytest
 from mlora.cli.live_table import LiveTable, short_names
 from mlora.cli.tables import aligned, result_table
 from mlora.config.config_file import resolve_config
-from mlora.files.loss_plot import plot_losses, smooth
 from mlora.model.base_info import BaseInfo
 from mlora.run.reporter import Pace, PlainLines, clock
 from mlora.run.run import train
+from mlora.store.loss_plot import plot_losses, smooth
 from mlora.tasks.result import AdapterResult, RunResult
 from mlora.tasks.task import Progress, Task, TaskBuilder
 from rich.console import Console

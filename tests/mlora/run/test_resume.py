@@ -15,10 +15,10 @@ import pytest
 import torch
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
-from mlora.files.checkpoint import FORMAT, list_checkpoints, save_checkpoint
-from mlora.files.run_folder import Metrics, RunFolder, read_metrics
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
+from mlora.store.checkpoint import FORMAT, list_checkpoints, save_checkpoint
+from mlora.store.run_folder import Metrics, RunFolder, read_metrics
 from tiny_run import lines, random_tokens, run_data, weights, write_jsonl
 
 

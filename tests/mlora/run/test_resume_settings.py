@@ -8,10 +8,10 @@ import mlora
 import pytest
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
-from mlora.files.checkpoint import list_checkpoints
-from mlora.files.run_folder import RunFolder
 from mlora.run.resumed_config import resumed_config
 from mlora.run.run import resume
+from mlora.store.checkpoint import list_checkpoints
+from mlora.store.run_folder import RunFolder
 
 from tests.mlora.command_line import invoke, only_line
 from tests.mlora.limited_runs import Watching, ask, interrupt

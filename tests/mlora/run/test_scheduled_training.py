@@ -26,10 +26,10 @@ from mlora.engine.adapter_state import BatchResult
 from mlora.engine.engine import Engine
 from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError
-from mlora.files.run_folder import RunFolder
 from mlora.run.evaluation import Fits, evaluate_losses
 from mlora.run.run import resume, train
 from mlora.scheduler import MemoryEstimate
+from mlora.store.run_folder import RunFolder
 from mlora.tasks.result import RunResult
 from mlora.tasks.task import Task
 from stage_runs import assert_alike, by_adapter, commands, save_deep_base, tensors

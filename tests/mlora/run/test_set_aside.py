@@ -11,12 +11,12 @@ from limited_runs import Watching, ask, five_tasks, interrupt, replace_memory, s
 from mlora.config.config_file import resolve_config
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
-from mlora.files.checkpoint import list_checkpoints, save_checkpoint
-from mlora.files.state_files import StateFiles
 from mlora.run.prepare import Prepared, prepare
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
 from mlora.run.task_states import bring_back, set_aside, state_file
+from mlora.store.checkpoint import list_checkpoints, save_checkpoint
+from mlora.store.state_files import StateFiles
 from mlora.tasks.task import Task
 from stage_runs import tensors
 from tiny_run import lines, run_data, weights

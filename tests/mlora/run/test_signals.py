@@ -14,9 +14,9 @@ from mlora.config.config_file import resolve_config
 from mlora.engine.batcher import Batcher
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
-from mlora.files import checkpoint_writer
 from mlora.model import generation
 from mlora.run.run import resume, train
+from mlora.store import checkpoint_writer
 from mlora.tasks.task import Task, TaskBuilder
 from tiny_run import lines, run_data, weights, write_jsonl, write_run
 
@@ -29,7 +29,7 @@ PHASES = {
     "training": ("mlora.run.loop:TrainingLoop", "_step", 5),
     "evaluation": ("mlora.run.evaluation", "_parts", 8),
     "answers": ("mlora.run.evaluation", "_rows_that_fit", 2),
-    "checkpoint": ("mlora.files.checkpoint_writer", "save_checkpoint", 2),
+    "checkpoint": ("mlora.store.checkpoint_writer", "save_checkpoint", 2),
     "end": ("mlora.run.loop", "plot_losses", 1),
 }
 """Where the signal comes in each phase: what holds a function, its name, and its call of what number."""

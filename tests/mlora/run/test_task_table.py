@@ -16,13 +16,13 @@ from mlora.data.record import sequence_lengths
 from mlora.data.sampler import BatchPlan
 from mlora.data.token_table import Samples
 from mlora.engine.memory_limit import AdmissionCandidate
-from mlora.files.run_folder import RunFolder
 from mlora.objectives.objective import CrossEntropy
-from mlora.queue.task_queue import Request
 from mlora.run.decisions import Decisions
 from mlora.run.reporter import Reporter
 from mlora.run.task_table import TaskTable
 from mlora.scheduler import Room
+from mlora.store.queue import Request
+from mlora.store.run_folder import RunFolder
 from mlora.tasks.groups import Group
 from mlora.tasks.task import Progress
 

@@ -12,8 +12,8 @@ from mlora import train
 from mlora.config.config_file import load_config, resolve_config
 from mlora.engine.engine import Engine, StepResult
 from mlora.errors import RunError
-from mlora.files.run_folder import read_metrics
 from mlora.run.reporter import Reporter
+from mlora.store.run_folder import read_metrics
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from seam_runs import data_of, train_and_resume

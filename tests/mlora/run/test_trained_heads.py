@@ -15,10 +15,10 @@ from mlora.data.record import AnswerSample, LabelledSample, Sample
 from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions, spans_of
-from mlora.files.run_folder import read_metrics
 from mlora.optim.optim_config import OptimConfig
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
+from mlora.store.run_folder import read_metrics
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft_alone import padded
 from safetensors.torch import load_file

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from mlora.config.config_file import resolve_config
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
-from mlora.files.run_folder import read_metrics
 from mlora.objectives import registry
 from mlora.objectives.objective import LossOfOwner, Objective
 from mlora.objectives.registry import objective_of, register_objective
 from mlora.optim.optim_config import OptimConfig
+from mlora.store.run_folder import read_metrics
 from peft import LoraConfig
 from torch import Tensor
 

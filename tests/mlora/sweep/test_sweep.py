@@ -15,10 +15,10 @@ from limited_runs import Watching, ask, interrupt, limit_for, replace_memory
 from mlora.cli.run_status import read_status
 from mlora.config.config_file import load_config, resolve_config
 from mlora.errors import RunError
-from mlora.files.checkpoint import list_checkpoints
-from mlora.files.run_folder import RunFolder
 from mlora.run.run import resume, train
 from mlora.run.validation import validate
+from mlora.store.checkpoint import list_checkpoints
+from mlora.store.run_folder import RunFolder
 from mlora.sweep.ranking import rank_trials, ranked_table
 from stage_runs import by_adapter, tensors
 from sweep_runs import Crowd, sweep, table

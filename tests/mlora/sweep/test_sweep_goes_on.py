@@ -12,8 +12,8 @@ from limited_runs import Watching, die, interrupt
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.objectives import function_file
-from mlora.queue.task_queue import TaskQueue
 from mlora.run.run import resume, train
+from mlora.store.queue import TaskQueue
 from mlora.sweep.proposal import trials_begun
 from sweep_runs import Crowd, sweep, table
 from tiny_run import lines, weights

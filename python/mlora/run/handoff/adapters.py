@@ -12,11 +12,11 @@ from mlora.config.aliases import nearest
 from mlora.config.run_config import RunConfig
 from mlora.config.sections import DatasetConfig
 from mlora.errors import RunError
-from mlora.files.checkpoint import checkpoint_name, list_checkpoints, read_checkpoint
-from mlora.files.run_folder import RunFolder
-from mlora.files.state_files import read_state
-from mlora.queue.submission import submitted
-from mlora.queue.task_queue import TaskQueue
+from mlora.store.checkpoint import checkpoint_name, list_checkpoints, read_checkpoint
+from mlora.store.queue import TaskQueue
+from mlora.store.run_folder import RunFolder
+from mlora.store.state_files import read_state
+from mlora.store.submission import submitted
 from mlora.sweep.proposal import trials_begun
 
 _TRIES = 5  # a run at work may remove a checkpoint while it is being read

@@ -21,7 +21,6 @@ from mlora.config.run_config import RunConfig
 from mlora.config.sections import WITH_PROMPTS, DatasetConfig
 from mlora.engine.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
-from mlora.files.run_folder import RunFolder
 from mlora.model.base_info import BaseInfo
 from mlora.objectives.objective import CrossEntropy
 from mlora.objectives.options import START
@@ -31,6 +30,7 @@ from mlora.run.handoff.adapters import FoundWeights, RunAdapter, find_weights, n
 from mlora.run.handoff.peft_folders import peft_folder_of
 from mlora.run.machine_choice import base_gemm_of_gpu, use_base_gemm
 from mlora.run.reporter import Reporter
+from mlora.store.run_folder import RunFolder
 from mlora.tasks.result import columns_of
 from mlora.tasks.task import Task, TaskBuilder
 from mlora_ext.out_of_memory import is_out_of_memory

@@ -11,14 +11,14 @@ from safetensors import safe_open
 from mlora.config.run_config import RunConfig
 from mlora.data.chat import with_template
 from mlora.errors import RunError
-from mlora.files.disk import write_file
-from mlora.files.new_folder import check_new, new_folder
 from mlora.model.base_info import BaseInfo, doubt_of_base
 from mlora.run.handoff.adapters import FoundWeights, RunAdapter, find_weights, named_adapter, open_run
 from mlora.run.handoff.model_card import CARD, card_text, lora_facts, training_facts
 from mlora.run.handoff.peft_folders import empty_model, write_peft_folder
 from mlora.run.handoff.portable import is_portable, make_portable
 from mlora.run.handoff.servers import serving_lines
+from mlora.store.disk import write_file
+from mlora.store.new_folder import check_new, new_folder
 from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
 from mlora_ext.interop.peft_folder import WEIGHTS
 from mlora_ext.interop.read_folder import read_config

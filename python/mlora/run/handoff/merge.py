@@ -18,8 +18,6 @@ from transformers import PreTrainedModel
 from mlora.cluster.device import dtype_of
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError, first_line
-from mlora.files.disk import write_file
-from mlora.files.new_folder import check_new, new_folder
 from mlora.model.base_info import BaseInfo, doubt_of_base
 from mlora.model.pretrained import load_whole, told_in_one_line
 from mlora.model.task_heads import head_place
@@ -27,6 +25,8 @@ from mlora.run.handoff.adapters import FoundWeights, find_weights, named_adapter
 from mlora.run.handoff.export import losses_of, save_tokenizer
 from mlora.run.handoff.model_card import CARD, card_text, lora_facts, training_facts
 from mlora.run.handoff.peft_folders import peft_folder_of
+from mlora.store.disk import write_file
+from mlora.store.new_folder import check_new, new_folder
 from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
 from mlora_ext.frozen.quantized.families import base_bias, base_weight, family_of, frozen_weight_of

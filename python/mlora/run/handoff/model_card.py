@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlora.config.adapter_config import AdapterConfig
-from mlora.files.disk import write_file
 from mlora.objectives.registry import name_of
+from mlora.store.disk import write_file
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -19,12 +19,12 @@ from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import RunConfig
 from mlora.engine.put_adapter import lora_of, put_adapter
 from mlora.errors import RunError, first_line, reason_of
-from mlora.files.disk import os_errors
 from mlora.model.base_info import DIGEST, BaseInfo
 from mlora.model.pretrained import skeleton
 from mlora.model.stored_quantization import write_quantization
 from mlora.regular_files import open_regular
 from mlora.run.handoff.adapters import FoundWeights, RunAdapter
+from mlora.store.disk import os_errors
 from mlora.tasks.task import TaskBuilder
 from mlora_ext.adapters.trained_parts import task_heads
 from mlora_ext.interop.peft_folder import CONFIG, PREFIX, WEIGHTS

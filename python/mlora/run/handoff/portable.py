@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 from mlora.errors import RunError, first_line
-from mlora.files.disk import write_file
+from mlora.store.disk import write_file
 from mlora_ext.adapters.trained_parts import task_heads, task_of
 from mlora_ext.interop.peft_folder import CONFIG, PREFIX, WEIGHTS, weights_file
 from mlora_ext.interop.read_folder import read_config

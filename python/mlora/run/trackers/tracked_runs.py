@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from mlora.errors import RunError, first_fault
-from mlora.files.disk import open_appended, os_errors
+from mlora.store.disk import open_appended, os_errors
 
 Kind = Literal["steps", "evaluations"]
 

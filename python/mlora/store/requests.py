@@ -15,10 +15,10 @@ from typing import Any, Literal
 from mlora.config.aliases import nearest
 from mlora.config.run_config import RunConfig
 from mlora.errors import RunError
-from mlora.files.run_folder import RunFolder, is_running
-from mlora.files.stored_config import stored_adapter
-from mlora.queue.submission import check_name, read_submission
-from mlora.queue.task_queue import RequestType, TaskQueue
+from mlora.store.queue import RequestType, TaskQueue
+from mlora.store.run_folder import RunFolder, is_running
+from mlora.store.stored_config import stored_adapter
+from mlora.store.submission import check_name, read_submission
 
 Change = Literal["cancel", "stop", "pause", "unpause"]
 PATIENCE = 5.0  # seconds for a new run to take its folder, remove an earlier run, and write its config

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mlora.durable import sync_path
 from mlora.errors import RunError, first_line
-from mlora.files.disk import lock, os_errors, remove
+from mlora.store.disk import lock, os_errors, remove
 
 
 def check_new(folder: Path, option: str) -> None:

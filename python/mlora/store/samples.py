@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from mlora.durable import sync, sync_path
 from mlora.errors import RunError, first_fault
-from mlora.files.disk import open_appended, os_errors
 from mlora.regular_files import open_regular
+from mlora.store.disk import open_appended, os_errors
 
 
 class _Sample(BaseModel):

@@ -13,14 +13,14 @@ from command_line import Run
 from mlora.config.config_file import resolve_config
 from mlora.durable import sync_path, temporary
 from mlora.errors import RunError
-from mlora.files.disk import write_file
-from mlora.files.new_folder import new_folder
-from mlora.files.run_folder import Metrics, RunFolder, is_running
-from mlora.files.samples import append_samples, cut_samples
-from mlora.queue.task_queue import TaskQueue
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
 from mlora.run.trackers.tracked_runs import TrackedRuns
+from mlora.store.disk import write_file
+from mlora.store.new_folder import new_folder
+from mlora.store.queue import TaskQueue
+from mlora.store.run_folder import Metrics, RunFolder, is_running
+from mlora.store.samples import append_samples, cut_samples
 from sweep_data import sweep_data
 from tiny_run import lines, run_data, weights, write_run
 
@@ -246,7 +246,7 @@ def test_a_run_that_may_be_at_work_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_lock_that_a_killed_process_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_locks: None
 ) -> None:
-    monkeypatch.setattr("mlora.queue.task_queue._PATIENCE", 0.1)
+    monkeypatch.setattr("mlora.store.queue._PATIENCE", 0.1)
     folder = filled(tmp_path / "run", "metrics.jsonl")
     (held := folder.path / "queue.sqlite.lock").mkdir()
     with pytest.raises(RunError, match=f"if none is, a killed process has left {held}: remove that folder$"):

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from mlora.errors import RunError
-from mlora.files.new_folder import new_folder
+from mlora.store.new_folder import new_folder
 from safetensors import SafetensorError
 
 SLOW = """
 import pathlib, sys, time
-from mlora.files.new_folder import new_folder
+from mlora.store.new_folder import new_folder
 with new_folder(pathlib.Path(sys.argv[1]), "--output") as scratch:
     (scratch / "half").write_text("x")
     print("ready", flush=True)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from full_disk import fill_disk
 from mlora.cli.app import app
-from mlora.files.checkpoint import list_checkpoints
+from mlora.store.checkpoint import list_checkpoints
 from tiny_run import lines, run_data, weights, write_run
 from typer.testing import CliRunner
 from watched_disk import watch_disk, writing_threads
@@ -159,7 +159,7 @@ def test_metrics_that_cannot_be_written(
     def opened(path: Path, mode: str, **options: Any) -> Any:
         return Filling(path, "a") if mode == "ab" else builtins.open(path, mode, **options)
 
-    monkeypatch.setattr("mlora.files.disk.open", opened, raising=False)
+    monkeypatch.setattr("mlora.store.disk.open", opened, raising=False)
     assert fails("train", run_file) == f"error: {path}: cannot be written: No space left on device"
     assert path.stat().st_size == 3000
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")[: len(lines(tmp_path / "run"))]

@@ -25,8 +25,8 @@ from mlora.config.run_config import RunConfig
 from mlora.config.strict import shown
 from mlora.durable import sync, sync_path
 from mlora.errors import RunError, first_fault, first_line
-from mlora.files.disk import checksum_of, lock, open_appended, os_errors, remove, write_file
 from mlora.regular_files import MOST, open_regular
+from mlora.store.disk import checksum_of, lock, open_appended, os_errors, remove, write_file
 from mlora.tasks.result import AdapterResult
 
 _OF_ADAPTER = r"(adapter_config\.json|adapter_model\.safetensors|labels\.json|quantization\.json|README\.md)"

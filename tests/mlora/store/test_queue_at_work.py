@@ -17,12 +17,12 @@ from command_line import Run
 from limited_runs import Watching, five_tasks, interrupt
 from mlora.cli.run_status import read_status
 from mlora.config.config_file import resolve_config
-from mlora.files.checkpoint import list_checkpoints
-from mlora.files.run_folder import read_metrics
-from mlora.queue.requests import change, submit
-from mlora.queue.task_queue import TaskQueue, _HeldQueue
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
+from mlora.store.checkpoint import list_checkpoints
+from mlora.store.queue import TaskQueue, _HeldQueue
+from mlora.store.requests import change, submit
+from mlora.store.run_folder import read_metrics
 from queue_runs import THIRD, states, write_task
 from tiny_run import lines, run_data, weights, write_run
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from mlora.engine.full_engine import full_file
 from mlora.errors import RunError, file_line
-from mlora.files.checkpoint import checkpoint_name, list_checkpoints
-from mlora.files.disk import check_tensors, checksum_of, os_errors, read_tensors
-from mlora.files.run_folder import RunFolder
+from mlora.store.checkpoint import checkpoint_name, list_checkpoints
+from mlora.store.disk import check_tensors, checksum_of, os_errors, read_tensors
+from mlora.store.run_folder import RunFolder
 from mlora.tasks.task import ALIVE
 
 # with an ending: what a killed process had begun to write

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlora.files.checkpoint import save_checkpoint
+from mlora.store.checkpoint import save_checkpoint
 
 
 class CheckpointWriter:

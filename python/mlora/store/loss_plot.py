@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mlora.files.disk import write_file
+from mlora.store.disk import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from mlora.config.sections import Size
 from mlora.config.yaml_file import read_yaml
 from mlora.errors import RunError, first_fault
-from mlora.files.run_folder import RunFolder
+from mlora.store.run_folder import RunFolder
 
 _Count = Annotated[int, Field(strict=True, ge=-1, le=2**63)]
 

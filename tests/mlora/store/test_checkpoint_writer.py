@@ -11,11 +11,11 @@ import pytest
 import torch
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
-from mlora.files.checkpoint import list_checkpoints
-from mlora.files.checkpoint_writer import CheckpointWriter
-from mlora.files.run_folder import TEMPORARY
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
+from mlora.store.checkpoint import list_checkpoints
+from mlora.store.checkpoint_writer import CheckpointWriter
+from mlora.store.run_folder import TEMPORARY
 from tiny_run import lines, run_data, weights
 from watched_disk import copy_as_killed, watch_disk, writing_threads
 

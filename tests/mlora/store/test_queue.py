@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from mlora.errors import RunError
-from mlora.queue.task_queue import TaskQueue, has_news
+from mlora.store.queue import TaskQueue, has_news
 
 ASKING = """
 import sys
 from pathlib import Path
-from mlora.queue.task_queue import TaskQueue
+from mlora.store.queue import TaskQueue
 for number in range(50):
     with TaskQueue(Path(sys.argv[1])) as queue:
         queue.ask("pause", f"{sys.argv[2]}-{number}")
@@ -112,7 +112,7 @@ def test_two_processes_ask_at_once(path: Path) -> None:
 
 def test_a_locked_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     TaskQueue(path).close()
-    monkeypatch.setattr("mlora.queue.task_queue._PATIENCE", 0.01)
+    monkeypatch.setattr("mlora.store.queue._PATIENCE", 0.01)
     other = sqlite3.connect(path, isolation_level=None)
     with TaskQueue(path) as queue:
         other.execute("BEGIN IMMEDIATE")
@@ -174,7 +174,7 @@ def test_a_read_only_file_can_be_read(path: Path, monkeypatch: pytest.MonkeyPatc
     def reading(address: str, **options: Any) -> sqlite3.Connection:
         return connect(f"{address}?mode=ro", **options)
 
-    monkeypatch.setattr("mlora.queue.task_queue.sqlite3.connect", reading)
+    monkeypatch.setattr("mlora.store.queue.sqlite3.connect", reading)
     with TaskQueue(path) as queue:
         assert len(queue.requests()) == 1
         with pytest.raises(RunError, match="cannot be used: attempt to write a readonly database"):

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mlora.errors import RunError, first_fault
-from mlora.files.disk import read_tensors, write_tensors
+from mlora.store.disk import read_tensors, write_tensors
 
 PATTERN = re.compile(r"step-(\d{8})\.pt")
 FORMAT = 12

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from mlora.errors import RunError, first_fault, first_line
-from mlora.files.run_folder import is_running
+from mlora.store.run_folder import is_running
 
 RequestType = Literal["submit", "cancel", "stop", "pause", "unpause"]
 VERSION = 5

@@ -1,1 +1,0 @@
-"""Users' requests to a run, and what the run publishes for them."""
