@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections.abc import Sequence
+from enum import StrEnum
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,18 +16,17 @@ import typer
 
 from mlora.cli.common import RunDir, begin, command, quantizes, reporter, run_here, start_stages
 from mlora.cli.data import data
-from mlora.cli.examples import examples
 from mlora.cli.generate import generate
 from mlora.cli.handoff import evaluate, export, merge
 from mlora.cli.queue import CHANGES, change_tasks, status, stop, submit
 from mlora.cli.report import report
-from mlora.cli.schema import schema
 from mlora.cli.simulate import simulate
 from mlora.cli.tables import print_lines, print_rows
 from mlora.cluster.imports import end_imports_at_once
 from mlora.errors import RunError
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "bench"
+PACKAGE, CHECKOUT = Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[3]
+BENCHMARKS = CHECKOUT / "bench"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,6 +34,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # frames around errors wrap paths
 )
+
+
+class File(StrEnum):
+    """The files that have a schema."""
+
+    run = "run"
+    submission = "submission"
+
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="the run's config")]
 Overwrite = Annotated[bool, typer.Option(help="replace an earlier run in output_dir")]
@@ -203,11 +213,74 @@ app.command()(stop)
 app.command()(report)
 app.command()(generate)
 app.add_typer(data, name="data")
-app.command()(schema)
+
+
+@app.command()
+def schema(
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write it to this file; default: print it")
+    ] = None,
+    of: Annotated[
+        File,
+        typer.Option(
+            metavar="NAME", help="run: a run's YAML; submission: a task's file, as `mlora submit` takes it"
+        ),
+    ] = File.run,
+) -> None:
+    """Print the JSON schema of a run's YAML.
+
+    Editors complete keys by it.
+    """
+    with command():
+        from mlora.config.schema import run_schema, submission_schema
+
+        text = json.dumps(run_schema() if of is File.run else submission_schema(), indent=2)
+        if output is None:
+            print(text)
+            return
+        from mlora.store.disk import write_file
+
+        write_file(output, f"{text}\n".encode())
+        print(f"{output}: name it in a file's first line: # yaml-language-server: $schema={output}")
+
+
 app.command()(evaluate)
 app.command()(export)
 app.command()(merge)
-app.command()(examples)
+
+
+@app.command()
+def examples(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="a new folder; default: examples")] = Path(
+        "examples"
+    ),
+) -> None:
+    """Write the examples into a new folder.
+
+    Their data and their tiny base model are among them.
+    """
+    with command():
+        copy_examples(folder)
+        print(f"{folder}: written; its README.md lists the examples")
+        print(f"to begin: mlora train {folder / 'quickstart.yaml'}")
+
+
+def copy_examples(folder: Path) -> None:
+    """Copies the examples of the package, or of the source checkout, into a new or empty folder.
+
+    Raises RunError if the folder holds files or cannot be written.
+    """
+    source = (PACKAGE if (PACKAGE / "examples").is_dir() else CHECKOUT) / "examples"
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise RunError(f"{folder}: is not empty; give a new folder")
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    except shutil.Error as error:
+        raise RunError(f"{folder}: cannot be written: {error.args[0][0][2]}") from error
+    except OSError as error:
+        raise RunError(f"{folder}: cannot be written: {error.strerror}") from error
+
+
 app.add_typer(simulate, name="simulate")
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mlora.cli.output import guarded_output
-from mlora.cli.quiet_imports import silence_notices
 from mlora.cli.tables import print_lines, print_rows, result_table
 from mlora.cluster.imports import no_collection
 from mlora.errors import RunError, visible
@@ -27,8 +28,18 @@ if TYPE_CHECKING:
 
 ONE_STAGE = "use one stage"
 """How refusals end that hold over several stages only."""
+NOTICES = {
+    "torchao": "Failed to load ",
+    "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community",
+}
+"""How lines begin that are silenced where nothing is quantised, by the loggers that write them.
+
+Transformers imports torchao, and PEFT bitsandbytes, wherever they are installed.
+"""
 
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's output_dir")]
+AsJson = Annotated[bool, typer.Option("--json", help="print a JSON object")]
 
 
 @contextmanager
@@ -69,19 +80,24 @@ def begin(*, quantized: bool) -> None:
 
     Unless the base is `quantized`, notices of the libraries for that are silenced, too.
     """
-    if not quantized:
-        silence_notices()
+    for name, start in NOTICES.items() if not quantized else ():
+        logging.getLogger(name).addFilter(partial(_unlike, start))
     with no_collection():
         from huggingface_hub.utils import logging as hub_logging
-        from transformers.utils import logging
+        from transformers.utils import logging as their_logging
 
         import mlora.engine.engine  # noqa: F401 - with all that a model needs
         from mlora.cluster.device import load_operators
 
     hub_logging.set_verbosity_error()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    their_logging.set_verbosity_error()
+    their_logging.disable_progress_bar()
     load_operators()
+
+
+def _unlike(start: str, record: logging.LogRecord) -> bool:
+    """Whether a record is to be written: it begins otherwise."""
+    return not str(record.msg).startswith(start)
 
 
 def reporter() -> Reporter:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mlora.cli.common import RunDir, begin, command, quantizes
+from mlora.cli.common import AsJson, RunDir, begin, command, quantizes
 from mlora.cli.tables import print_lines, print_rows
 
 Adapter = Annotated[str, typer.Argument(metavar="ADAPTER", help="an adapter of the run")]
@@ -102,7 +102,7 @@ def evaluate(
             "chats only for adapters with eval_exact_match"
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure adapters of a run and its base model on a dataset.
 

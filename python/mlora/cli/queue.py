@@ -6,14 +6,14 @@ from typing import Annotated, cast
 
 import typer
 
-from mlora.cli.common import RunDir, command
+from mlora.cli.common import AsJson, RunDir, command
 from mlora.cli.tables import print_lines, print_rows
 from mlora.errors import RunError
 
+Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="tasks of the run")]
 
-def status(
-    run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False
-) -> None:
+
+def status(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Show how far a run has come and what waits in its queue.
 
     Works while the run trains and afterwards.
@@ -55,11 +55,7 @@ CHANGES = {
 """Help of the commands that `change_tasks` carries out, by their names."""
 
 
-def change_tasks(
-    context: typer.Context,
-    run_dir: RunDir,
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="tasks of the run")],
-) -> None:
+def change_tasks(context: typer.Context, run_dir: RunDir, names: Names) -> None:
     """Carries out the command of `CHANGES` that the user gave."""
     with command():
         from mlora.store.requests import Change, change
@@ -69,7 +65,7 @@ def change_tasks(
 
 def stop(
     run_dir: RunDir,
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="tasks of the run")],
+    names: Names,
     keep: Annotated[bool, typer.Option("--keep", help="keep the weights, in adapters/NAME")] = False,
 ) -> None:
     """End tasks of a run now and keep their weights.

@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from mlora.cli.common import command
+from mlora.cli.common import AsJson, command
 from mlora.cli.tables import print_lines, print_rows
 from mlora.errors import RunError
 
@@ -68,7 +68,7 @@ def simulate_pipeline(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write a picture of the timeline: a PNG file")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict what a pipeline does, without running it.
 
@@ -87,11 +87,15 @@ def simulate_pipeline(
         found = forecast(PipelineOptions(**{name: given[name] for name in PipelineOptions.__annotations__}))
         if out is not None:
             found.draw(out)
-        if as_json:
-            print(json.dumps(found.as_json()))
-            return
-        print_lines(found.lines())
-        print_rows(found.table())
+        _print(found, as_json)
+
+
+def _print(found: Any, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found.as_json()))
+        return
+    print_lines(found.lines())
+    print_rows(found.table())
 
 
 def _refuse_options_before(context: typer.Context) -> None:
@@ -141,7 +145,7 @@ def offload(
         str | None, typer.Option(metavar="SIZE", help="for example 24GB [unlimited]")
     ] = None,
     host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="[unlimited]")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print a JSON object")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Forecast the training of a model that does not fit into the device's memory.
 
@@ -157,8 +161,4 @@ def offload(
         found = forecast_offload(
             ForecastOptions(**{name: given[name] for name in ForecastOptions.__annotations__})
         )
-        if as_json:
-            print(json.dumps(found.as_json()))
-            return
-        print_lines(found.lines())
-        print_rows(found.table())
+        _print(found, as_json)

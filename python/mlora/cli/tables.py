@@ -10,9 +10,6 @@ from mlora.cli.output import terminal
 from mlora.errors import visible
 from mlora.tasks.result import columns_of
 
-Columns = Mapping[str, tuple[str, str]]
-"""Title and form of metrics, by name."""
-
 
 def print_lines(lines: Iterable[str]) -> None:
     """Prints lines, with control characters escaped."""
@@ -46,43 +43,29 @@ def result_table(summary: dict[str, Any], more: Mapping[str, Sequence[str]] | No
 
     `summary` is the content of ``summary.json``. `more` holds further columns: title and a cell per adapter.
     """
-    columns = _columns(summary["adapters"].values())
-    titles = ["adapter", "state", "step", "loss", *(title for title, _ in columns.values())]
-    titles += ["eval loss before", "after", "exact match before", "after"]
-    titles += [text for title, _ in columns.values() for text in (f"eval {title} before", "after")]
-    rows = [[*titles, "best step"]]
-    for name, entry in summary["adapters"].items():
-        loss, exact = entry["eval_loss"], entry["eval_exact_match"]
-        waits = entry["state"] == "running" and summary["status"] != "running"
-        total = "" if entry["max_steps"] is None else f"/{entry['max_steps']}"
-        rows.append(
-            [
-                name,
-                "unfinished" if waits else entry["state"],
-                f"{entry['step']}{total}",
-                _number(entry["loss"], ".4f"),
-                *_last_metrics(entry, columns),
-                _number(loss.get("before"), ".4f"),
-                _number(loss.get("after"), ".4f"),
-                _number(exact.get("before"), ".1%"),
-                _number(exact.get("after"), ".1%"),
-                *_evaluated_metrics(entry, columns),
-                _best(entry),
-            ]
-        )
-    for title, cells in (more or {}).items():
-        for row, cell in zip(rows, [title, *cells], strict=True):
-            row.append(cell)
-    used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
-    return [[row[column] for column in used] for row in rows]
-
-
-def _columns(entries: Iterable[Mapping[str, Any]]) -> Columns:
-    """Returns the metrics that a table of these adapters shows."""
-    names = ["accuracy"]  # of evaluations, which have a field of their own for it
-    for entry in entries:
-        names += [*entry.get("metrics", ()), *entry.get("eval_metrics", ())]
-    return columns_of(dict.fromkeys(names))
+    entries = list(summary["adapters"].values())
+    # of evaluations, which have a field of their own for accuracy
+    names = ["accuracy", *(n for e in entries for key in ("metrics", "eval_metrics") for n in e.get(key, ()))]
+    metrics = columns_of(dict.fromkeys(names))
+    over = summary["status"] != "running"
+    columns: list[tuple[str, Sequence[str]]] = [
+        ("adapter", list(summary["adapters"])),
+        ("state", ["unfinished" if over and e["state"] == "running" else e["state"] for e in entries]),
+        ("step", [f"{e['step']}" + ("" if (n := e["max_steps"]) is None else f"/{n}") for e in entries]),
+        ("loss", [_number(entry["loss"], ".4f") for entry in entries]),
+    ]
+    pairs = [("eval loss", ".4f", [entry["eval_loss"] for entry in entries])]
+    pairs += [("exact match", ".1%", [entry["eval_exact_match"] for entry in entries])]
+    for name, (title, form) in metrics.items():
+        columns += [(title, [_number(_last_metric(entry, name), form) for entry in entries])]
+        pairs += [(f"eval {title}", form, [_evaluated(entry, name) for entry in entries])]
+    for title, form, values in pairs:
+        for head, when in ((f"{title} before", "before"), ("after", "after")):
+            columns += [(head, [_number(pair.get(when), form) for pair in values])]
+    columns += [("best step", [_best(entry) for entry in entries]), *(more or {}).items()]
+    used = [(title, cells) for title, cells in columns if any(cells)]
+    rows = zip(*(cells for _, cells in used), strict=True)
+    return [[title for title, _ in used], *map(list, rows)]
 
 
 def _number(value: float | None, form: str) -> str:
@@ -94,22 +77,12 @@ def _evaluated(entry: Mapping[str, Any], name: str) -> Mapping[str, float | None
     return found or (entry.get("eval_accuracy", {}) if name == "accuracy" else {})
 
 
-def _last_metrics(entry: Mapping[str, Any], columns: Columns) -> list[str]:
-    """Returns the metrics of the last step; empty where evaluations measure them."""
-    last = {name: value for name, value in entry.get("metrics", {}).items() if name in columns}
-    for name in columns:
-        if any(value is not None for value in _evaluated(entry, name).values()):
-            last.pop(name, None)
-    return [_number(last.get(name), form) for name, (_, form) in columns.items()]
-
-
-def _evaluated_metrics(entry: Mapping[str, Any], columns: Columns) -> list[str]:
-    """Returns the metrics of evaluations, before and after."""
-    return [
-        _number(_evaluated(entry, name).get(when), form)
-        for name, (_, form) in columns.items()
-        for when in ("before", "after")
-    ]
+def _last_metric(entry: Mapping[str, Any], name: str) -> float | None:
+    """Returns a metric of the last step; None where evaluations measure it."""
+    if any(value is not None for value in _evaluated(entry, name).values()):
+        return None
+    found: float | None = entry.get("metrics", {}).get(name)
+    return found
 
 
 def _best(entry: Mapping[str, Any]) -> str:
