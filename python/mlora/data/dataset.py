@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlora.data.label_formats import LabelRules
+from mlora.data.formats import Reading, parser_of
 from mlora.data.readers import Row, read_rows, suffix_of
-from mlora.data.reading import TOTAL, Reading
+from mlora.data.reading import TOTAL, read_batches
 from mlora.data.record import FormatError, Prompt, text_of_key
 from mlora.data.record import Sample as Sample  # others import it from here
 from mlora.data.sampler import task_seed
@@ -24,11 +24,7 @@ from mlora.data.source import Source
 from mlora.data.token_cache import TokenCache, table_key
 from mlora.data.token_table import Samples
 from mlora.errors import RunError
-from mlora.objectives.registry import Style
 from mlora.regular_files import read_regular
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -62,46 +58,39 @@ def load_dataset(
     source: Source | str | Path,
     format: str,
     *,
-    max_length: int,
-    vocab_size: int,
-    max_positions: int | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    assistant_only_loss: bool = False,
-    style: Style = "dpo",
-    labels: LabelRules | None = None,
-    ends: tuple[int, ...] = (),
     cache: TokenCache | None = None,
     processes: int = 1,
+    **how: Any,
 ) -> Dataset:
     """Reads what `mlora.data.readers.read_rows` takes. A RunError names the row, if it can.
 
     Args:
         name: the dataset's name, for messages.
         source: where its rows come from; or a path.
+        format: of the rows.
         cache: keeps what large files become; None = nothing is kept.
         processes: that tokenise what the cache keeps.
-
-    The others are attributes of `mlora.data.reading.Reading`.
+        how: other attributes of `mlora.data.formats.Reading`.
     """
     source = source if isinstance(source, Source) else Source(os.path.abspath(source))
     path = source.path
-    how = format, assistant_only_loss, style, labels, max_length, vocab_size, max_positions, ends
-    reading = Reading(path, tokenizer, *how)
+    reading = Reading(path=path, format=format, **how)
     try:
-        reading.parser()
+        parser_of(reading)
     except FormatError as error:
         raise RunError(f"{path}: the dataset {name!r} of format {format}: {error}") from None
     counts: Counter[str] = Counter()
     rows = _unchanged(source, name) if os.path.isfile(path) else source.rows()
     digest = source.fingerprint()
     if cache is None or not cache.keeps(source):
-        samples = Samples.of_batches(reading.batches(rows, counts))
+        samples = Samples.of_batches(read_batches(reading, rows, counts))
     else:
         kind = tuple(suffix.lower() for suffix in Path(path).suffixes)  # tells CSV, TSV and others
         where = digest, kind, source.split, source.subset, source.columns
-        samples = cache.table(
-            table_key(tokenizer, *where, *how), reading.batches(rows, counts, processes), counts
-        )
+        of = ("assistant_only_loss", "style", "labels", "max_length", "vocab_size", "max_positions", "ends")
+        facts = format, *(getattr(reading, each) for each in of)
+        key = table_key(reading.tokenizer, *where, *facts)
+        samples = cache.table(key, read_batches(reading, rows, counts, processes), counts)
     total = counts.pop(TOTAL, 0)
     if not total:
         raise RunError(f"{path}: the dataset {name!r} is empty")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -46,46 +46,64 @@ ALPACA_WITH_INPUT = (
 )
 
 
-def parser_of(
-    format: str,
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    assistant_only_loss: bool = False,
-    style: Style = "dpo",
-    labels: LabelRules | None = None,
-    ends: Sequence[int] = (),
-) -> Parser:
-    """Returns the function that reads a format's lines. Lines with ``input_ids`` need no tokenizer.
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the rows of a source become samples.
 
-    `style` is that of preference data; see `mlora.data.preference_formats`. `labels` says how those of
-    ``classification`` are read; ``question_answering`` needs it, too. Records have prompts if `ends` names
-    the tokens that end an answer.
+    Attributes:
+        path: of the source, for messages.
+        format: of the rows.
+        max_length: longer samples are cut to their first ``max_length`` tokens.
+        vocab_size: of the base model; ids outside it are refused.
+        max_positions: the longest sequence that the base model takes; None = unlimited.
+        tokenizer: the base model's; lines with ``input_ids`` need none.
+        assistant_only_loss: of messages, train only what the assistant says.
+        style: which of TRL's trainers tokenises preference data so; see `mlora.data.preference_formats`.
+        labels: how labels are read; ``classification`` and ``question_answering`` need it.
+        ends: ids of the tokens that end an answer; samples have prompts if some are given.
+    """
+
+    path: str
+    format: str
+    max_length: int
+    vocab_size: int
+    max_positions: int | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    assistant_only_loss: bool = False
+    style: Style = "dpo"
+    labels: LabelRules | None = None
+    ends: tuple[int, ...] = ()
+
+
+def parser_of(reading: Reading) -> Parser:
+    """Returns the function that reads a format's lines.
 
     Both raise FormatError: for what the tokenizer lacks, and for a malformed line.
     """
+    format, tokenizer, ends = reading.format, reading.tokenizer, reading.ends
     if format == "tokens":
         return _tokens
     if format in ("classification", "question_answering"):
-        if labels is None:
+        if reading.labels is None:
             raise FormatError("needs an adapter whose lora.task_type has a head")
         if format == "question_answering":
             return question_answering(tokenizer)
-        return classification(tokenizer, labels)
+        return classification(tokenizer, reading.labels)
     if tokenizer is None:
         raise FormatError("the base model has no tokenizer; use a dataset of format tokens")
     if format in ("messages", "sharegpt"):
-        chat = ChatTemplate(tokenizer, assistant_only_loss=assistant_only_loss, ends=ends)
+        chat = ChatTemplate(tokenizer, assistant_only_loss=reading.assistant_only_loss, ends=ends)
         if format == "sharegpt":
             return lambda fields: chat.conversation(sharegpt_messages(fields), fields)
         return lambda fields: chat.conversation(messages_of_key(fields, "messages"), fields)
     if not isinstance(tokenizer.eos_token, str):
         raise FormatError("the base model's tokenizer has no end token (eos_token)")
     if format == "preference":
-        return preference(tokenizer, style)
+        return preference(tokenizer, reading.style)
     if format == "unpaired":
         return unpaired(tokenizer)
     if format == "prompt_completion":
-        return _prompt_completion(tokenizer, assistant_only_loss, ends)
+        return _prompt_completion(tokenizer, reading.assistant_only_loss, ends)
     return _plain_text(tokenizer) if format == "text" else _alpaca(tokenizer, ends)
 
 
@@ -155,3 +173,42 @@ def _completed(
         return Record(sample, asked)
     asked = asked and replace(asked, input_ids=start, completion=completion)  # what follows the whole prompt
     return Record(sample, asked, doubt=DOUBT)
+
+
+_KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "tokens": (("input_ids",), ("input_ids", "labels")),
+    "text": (("text",),),
+    "prompt_completion": (("prompt", "completion"),),
+    "alpaca": (("instruction", "output"),),
+    "sharegpt": (("conversations",),),
+    "messages": (("messages",),),
+    "preference": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+    "unpaired": (("prompt", "completion", "label"),),
+    "classification": (("text", "label"), ("input_ids", "label"), ("input_ids", "labels")),
+    "question_answering": (
+        ("question", "context", "answers"),
+        ("input_ids", "start_positions", "end_positions"),
+    ),
+}
+"""The keys that lines of each format have; a format may have several kinds of lines."""
+
+
+def format_hint(format: str, fields: Mapping[str, Any]) -> str:
+    """Returns the end of an error about a line: the format that has its keys.
+
+    Empty if the line has all keys of its own format, those of none, or only keys that its own format has,
+    too. The format that takes most of the line's keys is named.
+    """
+    own = [set(keys) for keys in _KEYS[format]]
+    if any(fields.keys() >= keys for keys in own):
+        return ""
+    found = [
+        (other, keys)
+        for other, kinds in _KEYS.items()
+        for keys in kinds
+        if fields.keys() >= set(keys) and not any(mine >= set(keys) for mine in own)
+    ]
+    if not found:
+        return ""
+    other, keys = max(found, key=lambda each: len(each[1]))
+    return f"; lines with {', '.join(map(repr, keys))} are format {other}"

@@ -14,79 +14,43 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.worker import end_with_parent
-from mlora.data.format_hint import format_hint
-from mlora.data.formats import Parser, parser_of
-from mlora.data.label_formats import LabelRules
+from mlora.data.formats import Parser, Reading, format_hint, parser_of
 from mlora.data.readers import Row
 from mlora.data.record import FormatError, NoTokenizerError, Prompt, Record, check_ids
 from mlora.data.token_table import record_batches
 from mlora.errors import RunError, RustTold
-from mlora.objectives.registry import Style
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from transformers import PreTrainedTokenizerBase
 
-TOTAL = "samples"  # what `Reading.batches` counts besides the samples with a fault
+TOTAL = "samples"  # what `read_batches` counts besides the samples with a fault
 _CHUNK = 1000  # rows that another process gets at once
 _Done = tuple[list[Any], Counter[str]]  # record batches, and what they count
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How the rows of a source become samples.
+def read_batches(
+    reading: Reading, rows: Iterable[Row], counts: Counter[str], processes: int = 1
+) -> Iterator[pa.RecordBatch]:
+    """Yields the samples that are trained, in their order, with their prompts.
 
-    Attributes:
-        path: of the source, for messages.
-        tokenizer: the base model's; only the format ``tokens`` needs none.
-        format: of the rows.
-        assistant_only_loss: of messages, train only what the assistant says.
-        style: which of TRL's trainers tokenises preference data so.
-        labels: how labels are read; ``classification`` and ``question_answering`` need it.
-        max_length: longer samples are cut to their first ``max_length`` tokens.
-        vocab_size: of the base model; ids outside it are refused.
-        max_positions: the longest sequence that the base model takes; None = unlimited.
-        ends: ids of the tokens that end an answer; samples have prompts if some are given.
+    Args:
+        reading: how rows become samples.
+        rows: of the source.
+        counts: counts all samples, and those with a fault by what it is.
+        processes: that share the work. Rows that need no tokenizer are read in this process alone.
+
+    Raises:
+        RunError: a row is wrong; it names the first such row.
     """
+    if processes > 1 and reading.tokenizer is not None:
+        return _in_processes(reading, rows, counts, processes)
+    return _batches(reading, rows, parser_of(reading), counts)
 
-    path: str
-    tokenizer: PreTrainedTokenizerBase | None
-    format: str
-    assistant_only_loss: bool
-    style: Style
-    labels: LabelRules | None
-    max_length: int
-    vocab_size: int
-    max_positions: int | None
-    ends: tuple[int, ...] = ()
 
-    def parser(self) -> Parser:
-        """Returns the function that reads the format's rows; raises FormatError for what it lacks."""
-        return parser_of(
-            self.format,
-            self.tokenizer,
-            assistant_only_loss=self.assistant_only_loss,
-            style=self.style,
-            labels=self.labels,
-            ends=self.ends,
-        )
-
-    def batches(
-        self, rows: Iterable[Row], counts: Counter[str], processes: int = 1
-    ) -> Iterator[pa.RecordBatch]:
-        """Yields the samples that are trained, in their order, with their prompts.
-
-        Args:
-            rows: of the source.
-            counts: counts all samples, and those with a fault by what it is.
-            processes: that share the work. Rows that need no tokenizer are read in this process alone.
-
-        Raises:
-            RunError: a row is wrong; it names the first such row.
-        """
-        if processes > 1 and self.tokenizer is not None:
-            return _in_processes(self, rows, counts, processes)
-        return record_batches(_kept(self, _parsed(self, rows, self.parser()), counts))
+def _batches(
+    reading: Reading, rows: Iterable[Row], parse: Parser, counts: Counter[str]
+) -> Iterator[pa.RecordBatch]:
+    return record_batches(_kept(reading, _parsed(reading, rows, parse), counts))
 
 
 @dataclass
@@ -102,13 +66,13 @@ def _begin(reading: Reading, parent: int) -> None:
     global _own
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it, too; its parent ends it
     end_with_parent(parent)
-    _own = reading, reading.parser()
+    _own = reading, parser_of(reading)
 
 
 def _batches_of_chunk(chunk: _FileChunk) -> _Done:
     reading, parse = _own
     counts: Counter[str] = Counter()
-    batches = list(record_batches(_kept(reading, _parsed(reading, chunk.rows, parse), counts)))
+    batches = list(_batches(reading, chunk.rows, parse, counts))
     if chunk.fault is not None:
         raise chunk.fault
     return batches, counts

@@ -11,7 +11,7 @@ from mlora.config.config_file import resolve_config
 from mlora.config.sections import DatasetConfig
 from mlora.data.chat import messages_of_key
 from mlora.data.dataset import Dataset, Prompt, load_dataset
-from mlora.data.format_hint import _KEYS, format_hint
+from mlora.data.formats import _KEYS, format_hint
 from mlora.errors import RunError
 from mlora.run.run import train
 from tiny_run import save_tokenizer, write_jsonl

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from mlora.data import reading
 from mlora.data.dataset import Dataset, load_dataset
+from mlora.data.formats import Reading
 from mlora.data.readers import Row
-from mlora.data.reading import Reading
 from mlora.data.token_cache import TokenCache
 from mlora.errors import RunError
 from tiny_run import save_tokenizer, write_jsonl
@@ -67,7 +67,10 @@ def test_what_is_no_row_counts_after_those_before_it() -> None:
 
 
 def test_a_process_that_is_killed_is_told(tmp_path: Path) -> None:
-    how = Reading("d.jsonl", save_tokenizer(tmp_path), "prompt_completion", False, "dpo", None, 12, 300, None)
+    tokenizer = save_tokenizer(tmp_path)
+    how = Reading(
+        path="d.jsonl", format="prompt_completion", max_length=12, vocab_size=300, tokenizer=tokenizer
+    )
 
     def rows() -> Iterator[Row]:
         yield from [(f"d.jsonl:{place}", row) for place, row in enumerate(ROWS[:8])]
@@ -78,4 +81,4 @@ def test_a_process_that_is_killed_is_told(tmp_path: Path) -> None:
 
     told = r"d\.jsonl: a process .* ended\. .* dataset_num_proc, which is 2\. .*__main__"
     with pytest.raises(RunError, match=told):
-        list(how.batches(rows(), Counter(), 2))
+        list(reading.read_batches(how, rows(), Counter(), 2))
