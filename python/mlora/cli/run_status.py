@@ -15,8 +15,7 @@ from mlora.store.queue import TaskQueue
 from mlora.store.requests import ENDED, KnownTask, known_tasks
 from mlora.store.run_folder import RunFolder, is_running, metrics_of
 from mlora.store.stored_config import stored_adapter, stored_config
-from mlora.sweep.proposal import trials_begun
-from mlora.sweep.ranking import SweepProgress, sweep_progress
+from mlora.sweep.ranking import SweepProgress, sweep_progress, trials_begun
 from mlora.tasks.result import AdapterResult, evaluated_metrics, shown_metrics
 
 MIB = 2**20

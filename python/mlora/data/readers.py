@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, AnyStr
 
@@ -67,10 +68,8 @@ def read_rows(path: Path, columns: Columns = ()) -> Iterator[Row]:
         for magic, what in _REFUSED.items():
             if start.startswith(magic):
                 raise RunError(f"{path}: is {what}")
-        if start.startswith(b"PAR1"):
-            yield from _parquet(path, columns)
-        elif start.startswith((b"ARROW1", _STREAM)):
-            yield from _arrow(path, columns, stream=start.startswith(_STREAM))
+        if start.startswith((b"PAR1", b"ARROW1", _STREAM)):
+            yield from _binary(path, start, columns)
         else:
             yield from _text(path, start, columns)
     except EOFError as error:
@@ -133,18 +132,23 @@ def _text(path: Path, start: bytes, columns: Columns) -> Iterator[Row]:
 
 def _lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
     for number, raw in enumerate(_bounded(path, file), 1):
-        if not raw.strip():
-            continue
-        place = f"{path}:{number}"
-        try:
-            fields = json_of(raw.rstrip(b"\r\n").decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError as error:
-            raise RunError(f"{place}: is not UTF-8: {error.reason}") from error
-        except TwiceError as error:
-            raise RunError(f"{place}: {error}") from error
-        except (ValueError, RecursionError) as error:
-            raise RunError(f"{place}: is not JSON: {_json_fault(error, raw)}") from error
-        yield place, _object(fields, place)
+        if raw.strip():
+            place = f"{path}:{number}"
+            line = raw.rstrip(b"\r\n")
+            fields = _json(place, line, partial(_json_fault, raw), mark="-sig" if number == 1 else "")
+            yield place, _object(fields, place)
+
+
+def _json(place: str, content: bytes, fault: Callable[[Exception], str], mark: str = "-sig") -> Any:
+    """Returns the value of JSON in UTF-8; raises RunError."""
+    try:
+        return json_of(content.decode(f"utf-8{mark}"))
+    except UnicodeDecodeError as error:
+        raise RunError(f"{place}: is not UTF-8: {error.reason}") from error
+    except TwiceError as error:
+        raise RunError(f"{place}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{place}: is not JSON: {fault(error)}") from error
 
 
 def _bounded(path: Path, file: IO[AnyStr]) -> Iterator[AnyStr]:
@@ -163,7 +167,7 @@ def _object(fields: Any, place: str) -> dict[str, Any]:
     return fields
 
 
-def _json_fault(error: Exception, line: bytes) -> str:
+def _json_fault(line: bytes, error: Exception) -> str:
     if line.strip() == b"{":
         return "an object continues on the next line; write each object on one line"
     if isinstance(error, json.JSONDecodeError):  # its lineno counts within this one line: not shown
@@ -179,14 +183,7 @@ def _array(path: Path, file: IO[bytes], *, packed: bool) -> Iterator[Row]:
     if packed and len(content) > _LONGEST_LIST:
         longest = f"{_LONGEST_LIST >> 20} MiB"
         raise RunError(f"{path}: the list is longer than {longest}; unpack it, or write one object a line")
-    try:
-        rows = json_of(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise RunError(f"{path}: is not UTF-8: {error.reason}") from error
-    except TwiceError as error:
-        raise RunError(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{path}: is not JSON: {first_line(error)}") from error
+    rows = _json(str(path), content, first_line)
     for number, fields in enumerate(rows, 1):
         place = f"{path}, object {number}"
         yield place, _object(fields, place)
@@ -241,33 +238,29 @@ def _no_number(name: str) -> None:
 _cell = json.JSONDecoder(object_pairs_hook=once, parse_constant=_no_number).decode
 
 
-def _parquet(path: Path, columns: Columns) -> Iterator[Row]:
+def _binary(path: Path, start: bytes, columns: Columns) -> Iterator[Row]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    what = "Parquet" if start.startswith(b"PAR1") else "Arrow"
     try:
-        file = pq.ParquetFile(path)
-        names = file.schema_arrow.names
+        if what == "Parquet":
+            file = pq.ParquetFile(path)
+            names = file.schema_arrow.names
+        else:
+            stream, source = start.startswith(_STREAM), pa.memory_map(str(path))
+            file = pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)
+            names = file.schema.names
         _check_names(path, names)
-        yield from _rows_of(path, names, file.iter_batches(columns=read_columns(names, columns)), columns)
-    except pa.ArrowInvalid as error:
-        raise RunError(f"{path}: is no whole Parquet file: {first_line(error)}") from error
-
-
-def _arrow(path: Path, columns: Columns, *, stream: bool) -> Iterator[Row]:
-    import pyarrow as pa
-
-    try:
-        source = pa.memory_map(str(path))
-        reader = pa.ipc.open_stream(source) if stream else pa.ipc.open_file(source)
-        names = reader.schema.names
-        _check_names(path, names)
-        parts = range(0 if stream else reader.num_record_batches)
-        batches = reader if stream else (reader.get_batch(index) for index in parts)
         wanted = read_columns(names, columns)
-        yield from _rows_of(path, names, (batch.select(wanted) for batch in batches), columns)
+        if what == "Parquet":
+            batches = file.iter_batches(columns=wanted)
+        else:
+            every = file if stream else map(file.get_batch, range(file.num_record_batches))
+            batches = (batch.select(wanted) for batch in every)
+        yield from _rows_of(path, names, batches, columns)
     except pa.ArrowInvalid as error:
-        raise RunError(f"{path}: is no whole Arrow file: {first_line(error)}") from error
+        raise RunError(f"{path}: is no whole {what} file: {first_line(error)}") from error
 
 
 def read_columns(names: Iterable[str], columns: Columns) -> list[str]:

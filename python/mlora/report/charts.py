@@ -6,10 +6,10 @@ The page stretches the square; strokes and text keep their sizes. So a chart has
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mlora.report.curves import Point
+from mlora.report.history import Point
 
 UNITS = 1000
 SMALL = 120  # pixels: a chart of this height or less has few ticks and no notes on its points
@@ -26,14 +26,6 @@ class Series:
     style: str
     points: Sequence[Point]
     dots: bool = False
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A horizontal line at a value, such as a limit."""
-
-    label: str
-    value: float
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,7 @@ def chart(
     across: str = "step",
     across_form: Form = lambda value: f"{value:,.0f}",
     span: tuple[float, float] | None = None,
-    rules: Sequence[Rule] = (),
+    rules: Mapping[str, float] | None = None,
     zero: bool = False,
     logarithmic: bool = False,
     unit: float = 1.0,
@@ -102,12 +94,13 @@ def chart(
         zero: let the vertical axis begin at 0.
         logarithmic: let the vertical axis be so, if all values are above 0.
         unit: of which ticks are round multiples.
+        rules: horizontal lines by their labels, such as a limit.
         height: in pixels, at least.
     """
     series = [each for each in series if each.points]
     if not series:
         return None
-    values = [point.y for each in series for point in each.points] + [rule.value for rule in rules]
+    values = [point.y for each in series for point in each.points] + list((rules or {}).values())
     up = value_axis(
         min(values),
         max(values),
@@ -129,7 +122,7 @@ def chart(
         rows=[Mark(100 - 100 * up.share(tick), form(tick)) for tick in up.ticks],
         columns=_columns(first, last, across, across_form),
         ends=_apart(ends, height),
-        rules=[Mark(100 - 100 * up.share(rule.value), rule.label) for rule in rules],
+        rules=[Mark(100 - 100 * up.share(y), label) for label, y in (rules or {}).items()],
         height=height,
     )
 

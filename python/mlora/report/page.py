@@ -10,8 +10,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from mlora.report.charts import Chart, Form, Rule, Series, chart, spreads
-from mlora.report.curves import MOST, Curve, Point
+from mlora.report.charts import Chart, Form, Series, chart, spreads
+from mlora.report.history import MOST, Curve, Point
 from mlora.report.numbers import count, duration, number, percent, size
 from mlora.report.read import Adapter, Run
 from mlora.report.results import result_columns
@@ -120,7 +120,7 @@ def _sentence(run: Run) -> str:
 def _figures(run: Run) -> list[tuple[str, str]]:
     """Returns the figures at the head: label and value."""
     history = run.history
-    tokens = sum(history.tokens.values())
+    tokens = sum(each.tokens for each in history.adapters.values())
     seconds = max(run.seconds, history.seconds)
     speed = tokens / seconds if seconds else 0.0
     peak = max((point.high for point in history.memory.points()), default=None)
@@ -136,7 +136,7 @@ def _figures(run: Run) -> list[tuple[str, str]]:
 
 def _part(run: Run, index: int, adapter: Adapter, *, logarithmic: bool) -> Part:
     """Returns an adapter's part; `logarithmic` are the axes of losses."""
-    entry, curves = adapter.entry, adapter.curves
+    entry, curves = adapter.entry, adapter.history.curves
     most = max(32, min(2 * MOST, POINTS // max(1, len(run.adapters))))
     total = entry["max_steps"] or entry["step"]
     span = (0.0, float(max(entry["step"] if entry["state"] in ENDED else total, 1)))
@@ -178,7 +178,8 @@ def _part(run: Run, index: int, adapter: Adapter, *, logarithmic: bool) -> Part:
 
 
 def _spread(adapter: Adapter, *keys: str) -> bool:
-    curves = [adapter.curves[key] for key in keys if key in adapter.curves]
+    own = adapter.history.curves
+    curves = [own[key] for key in keys if key in own]
     return spreads([point.y for curve in curves for point in curve.points()])
 
 
@@ -222,12 +223,9 @@ def _no_samples(run: Run) -> str:
 
 def _memory(run: Run) -> Chart | None:
     points = [Point(1, p.x, p.high, p.high, p.high) for p in run.history.memory.points()]
-    rules = []
-    limit = run.limit
-    if limit is not None:
-        rules.append(Rule(f"limit {size(limit)}", limit))
-    if run.memory and run.memory.get("base_bytes"):
-        rules.append(Rule(f"base model {size(run.memory['base_bytes'])}", run.memory["base_bytes"]))
+    rules = {} if run.limit is None else {f"limit {size(run.limit)}": run.limit}
+    if run.memory and (base := run.memory.get("base_bytes")):
+        rules[f"base model {size(base)}"] = base
     return chart(
         "Peak memory",
         [Series("peak so far", "held", points)],
@@ -236,7 +234,7 @@ def _memory(run: Run) -> Chart | None:
         across_form=duration,
         rules=rules,
         zero=True,
-        unit=_unit_of([rule.value for rule in rules] + [point.high for point in points]),
+        unit=_unit_of([*rules.values()] + [point.high for point in points]),
         height=180,
     )
 

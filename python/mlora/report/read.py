@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mlora.report.curves import Curve
-from mlora.report.history import History, read_history
+from mlora.report.history import AdapterHistory, History, read_history
 from mlora.report.timeline import RunTimeline, read_timeline
 from mlora.store.disk import os_errors
 from mlora.store.run_folder import RunFolder, metrics_of
@@ -23,18 +22,15 @@ class Adapter:
     Args:
         entry: as `mlora status --json` has it.
         config: its fields as resolved; empty if the run's files do not have them any more.
-        curves: by the key of ``metrics.jsonl``.
+        history: what the run measured of it.
         samples: answers to a few held-out prompts, by the step at which they were given.
     """
 
     name: str
     entry: Mapping[str, Any]
     config: Mapping[str, Any] = field(default_factory=dict)
-    curves: Mapping[str, Curve] = field(default_factory=dict)
+    history: AdapterHistory = field(default_factory=AdapterHistory)
     samples: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    tokens: int = 0  # trained
-    seconds: float = 0.0  # of training
-    skipped: int = 0  # steps that a loss scaler skipped
 
 
 @dataclass(frozen=True)
@@ -111,11 +107,8 @@ def read_run(
             name := entry["name"],
             entry,
             fields.get(name, {}),
-            history.curves.get(name, {}),
+            history.adapters.get(name, AdapterHistory()),
             samples.get(name, {}),
-            history.tokens.get(name, 0),
-            history.time.get(name, 0.0),
-            history.skipped.get(name, 0),
         )
         for entry in status["tasks"]
     ]

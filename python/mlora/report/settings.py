@@ -53,10 +53,10 @@ def settings_of(adapter: Adapter) -> list[tuple[str, str]]:
     for title, key in (("optimizer", "optim"), ("trained on", "dataset"), ("evaluated on", "eval_dataset")):
         if config.get(key):
             found.append((title, str(config[key])))
-    if adapter.tokens:
-        found.append(("tokens", f"{count(adapter.tokens)} in {duration(adapter.seconds)}"))
-    if adapter.skipped:
-        found.append(("skipped steps", f"{adapter.skipped:,}"))
+    if adapter.history.tokens:
+        found.append(("tokens", f"{count(adapter.history.tokens)} in {duration(adapter.history.seconds)}"))
+    if adapter.history.skipped:
+        found.append(("skipped steps", f"{adapter.history.skipped:,}"))
     return found
 
 

@@ -17,7 +17,7 @@ from mlora.run.task_table import TaskTable
 from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, Room, admit, sum_of
 from mlora.store.checkpoint import FORMAT
 from mlora.store.queue import TaskQueue
-from mlora.sweep.proposal import Proposal
+from mlora.sweep.ranking import Proposal
 from mlora.tasks.groups import slot_count
 from mlora.tasks.task import Task
 

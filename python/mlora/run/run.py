@@ -33,7 +33,7 @@ from mlora.store.run_folder import Metrics, RunFolder, read_metrics
 from mlora.store.samples import cut_samples
 from mlora.store.state_files import lost_file
 from mlora.sweep.outcome import write_outcome
-from mlora.sweep.proposal import trials_begun
+from mlora.sweep.ranking import trials_begun
 from mlora.tasks.result import AdapterResult, RunResult
 
 

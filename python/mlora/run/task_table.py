@@ -19,7 +19,7 @@ from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
 from mlora.store.queue import Request
 from mlora.store.run_folder import RunFolder
 from mlora.store.submission import submitted
-from mlora.sweep.proposal import Proposal
+from mlora.sweep.ranking import Proposal
 from mlora.tasks.groups import Group
 from mlora.tasks.task import State, Task, TaskBuilder, check_loss
 from mlora_ext.out_of_memory import is_out_of_memory

@@ -1,17 +1,34 @@
-"""A sweep's trials in the files of its run: what came of them, and how far the sweep has come."""
+"""A sweep's trials in the files of its run: what has begun, what came of it, how far the sweep has come."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlora.config.sweep_config import SweepConfig
 from mlora.store.queue import TaskQueue
 from mlora.store.run_folder import RunFolder, read_metrics
-from mlora.sweep.proposal import trials_begun
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A trial to begin or to prune; part of the journal's entries."""
+
+    task: str  # its name
+    # what a submission would hold, and what Optuna keeps of the trial; None = prune it
+    trial: Mapping[str, Any] | None
+
+
+def trials_begun(queue: TaskQueue, until: int | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields name and content of each trial that a run began, by its journal up to iteration `until`."""
+    for iteration, entry in queue.entries().items():
+        if until is None or iteration <= until:
+            for proposal in entry.get("proposals", ()):
+                if proposal["trial"] is not None:
+                    yield proposal["task"], proposal["trial"]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any
 from mlora.config.run_config import RunConfig
 from mlora.config.search_space import with_params
 from mlora.config.training_fields import inherited
-from mlora.sweep.proposal import Proposal
-from mlora.sweep.ranking import param_text
+from mlora.sweep.ranking import Proposal, param_text
 from mlora.sweep.study import Study, check_arguments
 from mlora.tasks.task import Task
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from mlora.errors import RunError
 from mlora.report.charts import Series, chart, value_axis
-from mlora.report.curves import MOST, Curve, Point
-from mlora.report.history import read_history
+from mlora.report.history import MOST, Curve, Point, read_history
 from mlora.report.numbers import count, duration, loss, number, percent, size
 from mlora.report.timeline import read_timeline, window_of
 from mlora.store.samples import append_samples, cut_samples, read_samples, samples_size
@@ -59,11 +58,13 @@ def test_time_runs_along_the_lines() -> None:
     )
     assert [point.x for point in history.memory.points()] == [1.0, 1.5, 3.0, 3.0, 3.5]
     assert (history.seconds, history.steps) == (3.5, 5)
-    assert history.tokens == {"a": 20, "b": 20, "late": 10}
-    assert history.time == {"a": 3.0, "b": 1.5, "late": 1.0}
-    assert history.skipped["late"] == 1
-    assert [(point.x, point.y) for point in history.curves["a"]["loss"].points()] == [(1, 2.0), (2, 1.0)]
-    assert history.curves["a"].keys() == {"eval_loss", "loss", "learning_rate", "grad_norm"}
+    found = history.adapters
+    assert {name: each.tokens for name, each in found.items()} == {"a": 20, "b": 20, "late": 10}
+    assert {name: each.seconds for name, each in found.items()} == {"a": 3.0, "b": 1.5, "late": 1.0}
+    assert found["late"].skipped == 1
+    curves = found["a"].curves
+    assert [(point.x, point.y) for point in curves["loss"].points()] == [(1, 2.0), (2, 1.0)]
+    assert curves.keys() == {"eval_loss", "loss", "learning_rate", "grad_norm"}
 
 
 def spans(pid: int, *named: tuple[str, float, float]) -> list[dict[str, Any]]:

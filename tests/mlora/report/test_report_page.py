@@ -11,7 +11,7 @@ import pytest
 from command_line import invoke, only_line
 from mlora import report
 from mlora.cli.report import read
-from mlora.report.curves import MOST, Curve
+from mlora.report.history import MOST, AdapterHistory, Curve
 from mlora.report.page import POINTS, render
 from mlora.store.run_folder import Metrics, RunFolder
 from mlora.tasks.result import AdapterResult
@@ -343,14 +343,14 @@ def test_a_traced_run_has_a_timeline(tmp_path: Path) -> None:
 def test_a_large_run_is_a_small_page(tmp_path: Path) -> None:
     """Of 200 adapters and 10,000 steps: the curves are made once, and the adapters share them."""
     keys = ("loss", "learning_rate", "grad_norm", "eval_loss")
-    shared = {key: Curve() for key in keys}
+    shared = AdapterHistory({key: Curve() for key in keys})
     for number in range(1, 10_001):
         for key in keys:
-            shared[key].add(number, 1.0 + (number * 7919 % 1000) / 1000)
+            shared.curves[key].add(number, 1.0 + (number * 7919 % 1000) / 1000)
     names = [f"customer-{number}" for number in range(200)]
     folder = write_run_folder(tmp_path / "run", {name: result(10_000) for name in names}, [])
     run = read(folder.path)
-    text = render(replace(run, adapters=[replace(each, curves=shared) for each in run.adapters]))
+    text = render(replace(run, adapters=[replace(each, history=shared) for each in run.adapters]))
     page = Page(text)
     assert len(text) < 2_000_000
     lines = [a["d"] or "" for tag, a in page.tags if tag == "path" and "line train" in (a["class"] or "")]

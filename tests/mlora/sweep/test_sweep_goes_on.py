@@ -14,7 +14,7 @@ from mlora.errors import RunError
 from mlora.objectives import function_file
 from mlora.run.run import resume, train
 from mlora.store.queue import TaskQueue
-from mlora.sweep.proposal import trials_begun
+from mlora.sweep.ranking import trials_begun
 from sweep_runs import Crowd, sweep, table
 from tiny_run import lines, weights
 

@@ -17,7 +17,7 @@ from mlora.store.queue import TaskQueue
 from mlora.store.run_folder import RunFolder
 from mlora.store.state_files import read_state
 from mlora.store.submission import submitted
-from mlora.sweep.proposal import trials_begun
+from mlora.sweep.ranking import trials_begun
 
 _TRIES = 5  # a run at work may remove a checkpoint while it is being read
 
