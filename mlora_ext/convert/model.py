@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +19,14 @@ from ..layers.batch_statistics import refuse_batch_statistics, stop_batch_statis
 from ..routing.router import Router
 from ..targets.add_remove import convert_layers, join, plan_adapter, refuse_state, regroup
 from ..targets.entries import warn_of_entries
+from ..warn_caller import warn_caller
 from . import checkpointing, forward
-from .base_dropout import warn_of_stopped_dropouts, zero_base_dropout
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+
+_RANDOM = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop", "jitter_noise")
 
 
 def convert_model(
@@ -64,24 +67,11 @@ def convert_model(
         >>> model = convert_model(model, {"a": LoraConfig(r=8), "b": LoraConfig(r=64, use_rslora=True)})
         >>> out = model(input_ids=ids, adapter_names=["a", "a", "b"])
     """
-    stopped = convert_silently(
+    warn = convert_silently(
         model, adapters, seed=seed, autocast_adapter_dtype=autocast_adapter_dtype, every_linear=every_linear
     )
-    warn_of_conversion(model, adapters, stopped)
+    warn()
     return model
-
-
-@dataclass
-class Stopped:
-    """How many modules of a base a conversion stopped, of which it warns.
-
-    Attributes:
-        dropouts: were set to 0.
-        batch_norms: stay in evaluation mode.
-    """
-
-    dropouts: int
-    batch_norms: int
 
 
 def convert_silently(
@@ -91,8 +81,11 @@ def convert_silently(
     seed: int = 0,
     autocast_adapter_dtype: bool = True,
     every_linear: bool = False,
-) -> Stopped:
-    """Does what `convert_model` does but warn; returns what `warn_of_conversion` needs."""
+) -> Callable[[], None]:
+    """Does what `convert_model` does but warn; returns what warns.
+
+    A warning may be an error, so the model must be complete before.
+    """
     if not isinstance(adapters, Mapping):
         raise ValueError(
             f"adapters: expected configs by name, {{'a': LoraConfig(...)}}, got {type(adapters).__name__}"
@@ -108,7 +101,7 @@ def convert_silently(
     refuse_batch_statistics(model)
     model.__dict__["mlora_router"] = Router()
     model.requires_grad_(False)
-    stopped = Stopped(zero_base_dropout(model), stop_batch_statistics(model))
+    dropouts, batch_norms = zero_base_dropout(model), stop_batch_statistics(model)
     forward.install(model)
     checkpointing.install(model)
     adapter_interface.install(model)
@@ -118,13 +111,18 @@ def convert_silently(
             join(model, name, config, plans[name], seed)
     finally:
         regroup(model)
-    return stopped
+    return partial(_warn_of_conversion, model, adapters, dropouts, batch_norms)
 
 
-def warn_of_conversion(model: nn.Module, adapters: Mapping[str, LoraConfig], stopped: Stopped) -> None:
-    """Gives the warnings of `convert_model`; one may be an error, so the model must be complete before."""
-    warn_of_stopped_dropouts(stopped.dropouts)
-    warn_of_whole_batches(model, stopped.batch_norms)
+def _warn_of_conversion(
+    model: nn.Module, adapters: Mapping[str, LoraConfig], dropouts: int, batch_norms: int
+) -> None:
+    """Gives the warnings of `convert_model`; so many dropouts and batch normalisations were stopped."""
+    if dropouts:
+        warn_caller(
+            f"{dropouts} dropouts of the base model were set to 0; use lora_dropout to regularise an adapter"
+        )
+    warn_of_whole_batches(model, batch_norms)
     warn_of_entries(model, adapters)
 
 
@@ -152,9 +150,38 @@ def load_adapter(model: nn.Module, name: str, folder: str | os.PathLike[str], *,
         load_into(model, name, folder, seed=seed)
         return
     config, weights = read_adapter(model, name, Path(folder))
-    stopped = convert_silently(model, {name: config}, seed=seed)
+    warn = convert_silently(model, {name: config}, seed=seed)
     write_weights(model, name, weights)
-    warn_of_conversion(model, {name: config}, stopped)
+    warn()
+
+
+def zero_base_dropout(model: nn.Module) -> int:
+    """Sets every base dropout to 0: one mask for a whole batch makes its adapters depend on each other.
+
+    Returns how many were not 0.
+    """
+    stopped = 0
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            module.p = 0.0
+            stopped += 1
+        stopped += _zero_dropout_fields(module)
+    return stopped + _zero_dropout_fields(getattr(model, "config", None))
+
+
+def _zero_dropout_fields(owner: object) -> int:
+    """Sets floats such as `attention_dropout`, which attention functions read, to 0; returns how many."""
+    found = [
+        key
+        for key, value in getattr(owner, "__dict__", {}).items()
+        if any(word in key for word in _RANDOM)
+        and not key.startswith("summary_")
+        and type(value) is float
+        and 0 < value < 1
+    ]
+    for key in found:
+        setattr(owner, key, 0.0)
+    return len(found)
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -16,14 +16,14 @@ from ..adapters.kind import one_by_one
 from ..adapters.lora_config import check_name
 from ..adapters.registry import kind_for
 from ..errors import AdapterError
-from ..interop.peft_layers import PeftLayers, names_on, plain_key
+from ..interop.peft_layers import PeftLayers, base_of, plain_key
 from ..interop.read_folder import changed_base, without_start
 from ..layers.adapter_layer import AdapterLayer
 from ..layers.adapter_weights import check_weights, write_weights
 from ..targets.add_remove import plan_adapter
 from ..targets.find import target_layers
 from ..targets.refuse import check_untouched, move_hooks
-from .model import convert_silently, warn_of_conversion
+from .model import convert_silently
 
 if TYPE_CHECKING:
     from peft import LoraConfig, LoraModel, PeftModel
@@ -55,7 +55,7 @@ def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -
             The PEFT model is unchanged then.
     """
     base, configs = _taken_apart(peft_model)
-    layers = PeftLayers.of(base, configs)
+    layers = PeftLayers(base, configs)
     _refuse_trained_base(base, layers)
     with _unwrapped(base, layers):
         for name, config in configs.items():
@@ -63,11 +63,11 @@ def from_peft(peft_model: PeftModel | LoraModel | nn.Module, *, seed: int = 0) -
             configs[name].lora_dropout = layers.dropout(name, config.lora_dropout)
             plan = plan_adapter(base, name, configs[name])
             check_weights(base, name, plan, layers.weights(name))
-        stopped = convert_silently(base, configs, seed=seed, autocast_adapter_dtype=not layers.keep_dtype())
+        warn = convert_silently(base, configs, seed=seed, autocast_adapter_dtype=not layers.keep_dtype())
     for name in configs:
         write_weights(base, name, layers.weights(name))
     _carry_over(base, layers)
-    warn_of_conversion(base, configs, stopped)
+    warn()
     return base
 
 
@@ -106,7 +106,7 @@ def _taken_apart(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
 def _refuse_trained_base(base: nn.Module, layers: PeftLayers) -> None:
     """Raises ValueError if a base weight requires a gradient: someone unfroze it in order to train it."""
-    adapters = {id(parameter) for parameter in layers.parameters()}
+    adapters = {id(parameter) for *_, parameter in layers.parameters()}
     for key, parameter in base.named_parameters():
         if parameter.requires_grad and id(parameter) not in adapters:
             raise ValueError(
@@ -119,7 +119,7 @@ def _refuse_trained_base(base: nn.Module, layers: PeftLayers) -> None:
 def _unwrapped(base: nn.Module, layers: PeftLayers) -> Iterator[None]:
     """Takes PEFT's layers out of the base; puts them back if the body fails."""
     fields = {field: vars(base).pop(field) for field in _PEFT_FIELDS if field in vars(base)}
-    _put(base, layers.bases())
+    _put(base, {key: base_of(layer) for key, layer in layers.layers.items()})
     done = False
     try:
         yield
@@ -138,11 +138,10 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 def _carry_over(model: nn.Module, layers: PeftLayers) -> None:
     """Takes frozen parameters, training mode and hooks over."""
-    for key, theirs in layers.every.items():
+    waiting = layers.waiting()
+    for key, name, part, parameter in layers.parameters():
         own: Any = model.get_submodule(plain_key(key))
-        for name in names_on(theirs):
-            for part, parameter in layers.parameters_of(name, key).items():
-                own.parameters_of(name)[part].requires_grad_(layers.trains(name, parameter))
+        own.parameters_of(name)[part].requires_grad_(parameter.requires_grad or name in waiting)
     for key, theirs in layers.layers.items():
         layer = model.get_submodule(key)
         layer.train(layers.mode(key))

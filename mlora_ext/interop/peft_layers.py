@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..adapters.kind import AdapterKind
 from ..adapters.registry import kind_for
 from ..errors import AdapterError
 from ..frozen.quantized.families import held_numbers
@@ -17,60 +15,53 @@ from ..targets.find import is_weight
 from ..targets.refuse import MOVED, check_layer, check_module, check_untouched
 
 
-@dataclass(frozen=True)
 class PeftLayers:
-    """PEFT's layers in a base model.
+    """PEFT's layers in a base model; raises ValueError, naming one, if conversion would lose something.
+
+    That is a layer which computes another kind of LoRA than its adapters' configs ask for, or has hooks or
+    patches inside.
+
+    Args:
+        base: a model with PEFT's layers in it.
+        configs: of the adapters, by name.
 
     Attributes:
         layers: by the name of the module that each wraps: `Linear`, `Embedding` and the outermost
             `ParamWrapper` of `peft.tuners.lora`, `ModulesToSaveWrapper`, `TrainableTokensWrapper`.
         every: the same, and wrappers of parameters inside of others, whose names end in `.base_layer`.
-        configs: of the adapters, by name.
     """
 
-    layers: Mapping[str, Any]
-    every: Mapping[str, Any]
-    configs: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, base: nn.Module, configs: Mapping[str, Any]) -> PeftLayers:
-        """Finds the layers and checks them.
-
-        Raises ValueError, naming a layer, if it computes another kind of LoRA than its adapters' configs ask
-        for, or has hooks or patches that would be lost.
-        """
+    def __init__(self, base: nn.Module, configs: Mapping[str, Any]) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
-        kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-        found: dict[str, Any] = {}
+        self.configs = configs
+        self.every: dict[str, Any] = {}
         for key, module in base.named_modules():
-            outer = [other for other in found if key.startswith(f"{other}.")]
-            if isinstance(module, kinds) and (not outer or plain_key(key) in found):
-                found[key] = module
-        if not found:
+            inside = any(key.startswith(f"{other}.") for other in self.every)
+            if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and (
+                not inside or plain_key(key) in self.every
+            ):
+                self.every[key] = module
+        if not self.every:
             raise ValueError("peft_model: has no LoRA layers; were they unloaded or merged already?")
-        for key, layer in found.items():
+        self.layers = {key: layer for key, layer in self.every.items() if plain_key(key) == key}
+        for key, layer in self.every.items():
             _check_kind(key, layer, configs)
             _check_use(key, layer, configs)
-        of_all = cls({key: m for key, m in found.items() if plain_key(key) == key}, found, configs)
-        for key, layer in found.items():
-            _check_parts(key, layer, of_all)
-        return of_all
+        for key, layer in self.every.items():
+            check_untouched(f"layer {key}", layer, MOVED)
+            for name in names_on(layer):
+                for part, parameter in self.parameters_of(name, key).items():
+                    _check_weight(f"layer {key}.{part}.{name}", parameter, _base_weight(layer))
+            _check_parts(key, layer)
 
-    def bases(self) -> dict[str, nn.Module]:
-        """Returns the wrapped modules by name."""
-        return {key: base_of(layer) for key, layer in self.layers.items()}
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yields the Parameters of all adapters."""
+    def parameters(self) -> Iterator[tuple[str, str, str, nn.Parameter]]:
+        """Yields a layer's name, an adapter's, that of its Parameter there, and the Parameter itself."""
         for key, layer in self.every.items():
             for name in names_on(layer):
-                yield from self.parameters_of(name, key).values()
-
-    def kind(self, name: str) -> AdapterKind:
-        """Returns an adapter's kind."""
-        return kind_for(name, self.configs[name])
+                for part, parameter in self.parameters_of(name, key).items():
+                    yield key, name, part, parameter
 
     def parameters_of(self, name: str, key: str) -> dict[str, nn.Parameter]:
         """Returns an adapter's Parameters in one layer, by the names that they have here."""
@@ -85,7 +76,7 @@ class PeftLayers:
             return {} if self._is_tied(name, key) else dict(layer.modules_to_save[name].named_parameters())
         if name in layer.lora_embedding_A:
             return {part: getattr(layer, part)[name] for part in ("lora_embedding_A", "lora_embedding_B")}
-        kind, parameter = self.kind(name), parameter_of(layer)
+        kind, parameter = kind_for(name, self.configs[name]), parameter_of(layer)
         prefix = "" if parameter is None else f"{parameter}_"
         places = {f"{prefix}{part}": kind.peft_place(part) for part in kind.parameter_names}
         return {part: getattr(getattr(layer, bank)[name], own) for part, (bank, own) in places.items()}
@@ -104,28 +95,23 @@ class PeftLayers:
     def weights(self, name: str) -> dict[str, dict[str, Tensor]]:
         """Returns an adapter's weights by layer name and Parameter name, such as `lora_A`."""
         found: dict[str, dict[str, Tensor]] = {}
-        for key in self.every:
-            own = {part: parameter.data for part, parameter in self.parameters_of(name, key).items()}
-            own |= self._buffers_of(name, key)
+        for key, layer in self.every.items():
+            own: dict[str, Tensor] = {p: weight.data for p, weight in self.parameters_of(name, key).items()}
+            if hasattr(layer, "modules_to_save") and name in layer.modules_to_save:
+                copied = layer.modules_to_save[name]
+                kept = copied.state_dict()
+                own |= {part: buffer for part, buffer in copied.named_buffers() if part in kept}
             if own:
                 found.setdefault(plain_key(key), {}).update(own)
         return found
-
-    def _buffers_of(self, name: str, key: str) -> dict[str, Tensor]:
-        """Returns the buffers of an adapter's copy of a module."""
-        layer = self.every[key]
-        if not hasattr(layer, "modules_to_save") or name not in layer.modules_to_save:
-            return {}
-        copied = layer.modules_to_save[name]
-        return {part: buffer for part, buffer in copied.named_buffers() if part in copied.state_dict()}
 
     def scaling(self, name: str) -> dict[str, float]:
         """Returns an adapter's scaling by layer or parameter name, including changes by `set_scale`."""
         found = {}
         for key, layer in self.every.items():
-            parameter = None if _is_wrapper(layer) else parameter_of(layer)
-            whole = key if parameter is None else f"{plain_key(key)}.{parameter}"
             if not _is_wrapper(layer) and name in layer.scaling:
+                parameter = parameter_of(layer)
+                whole = key if parameter is None else f"{plain_key(key)}.{parameter}"
                 found[whole] = layer.scaling[name]
         return found
 
@@ -153,25 +139,21 @@ class PeftLayers:
         dropping = _dropping(self.layers[key])
         return True in dropping if dropping else bool(self.layers[key].training)
 
-    def trains(self, name: str, weight: nn.Parameter) -> bool:
-        """Whether a Parameter of an adapter is trained.
-
-        PEFT freezes inactive adapters and trains them once they are active. Here all adapters are active.
-        """
-        if weight.requires_grad:
-            return True
-        ours = {key: layer for key, layer in self.every.items() if name in names_on(layer)}
-        waits = not any(name in layer.active_adapters for layer in ours.values())
-        frozen = not any(p.requires_grad for key in ours for p in self.parameters_of(name, key).values())
-        return waits and frozen and not self.configs[name].inference_mode
+    def waiting(self) -> set[str]:
+        """Returns the adapters that PEFT froze only because they are not active; here all adapters are."""
+        training = {name for _, name, _, parameter in self.parameters() if parameter.requires_grad}
+        active = {
+            name for layer in self.every.values() for name in names_on(layer) if name in layer.active_adapters
+        }
+        return (
+            {name for name, config in self.configs.items() if not config.inference_mode} - training - active
+        )
 
     def keep_dtype(self) -> bool:
         """Whether all adapters have the base's dtype; if not, a half-precision base keeps them in fp32."""
         return all(
-            parameter.dtype == _base_weight(layer).dtype
-            for key, layer in self.every.items()
-            for name in names_on(layer)
-            for parameter in self.parameters_of(name, key).values()
+            parameter.dtype == _base_weight(self.every[key]).dtype
+            for key, _, _, parameter in self.parameters()
         )
 
 
@@ -278,12 +260,8 @@ def _check_use(key: str, layer: Any, configs: Mapping[str, Any]) -> None:
         )
 
 
-def _check_parts(key: str, layer: Any, layers: PeftLayers) -> None:
+def _check_parts(key: str, layer: Any) -> None:
     """Raises ValueError for hooks and patches within a layer; those on the layer itself move with it."""
-    check_untouched(f"layer {key}", layer, MOVED)
-    for name in names_on(layer):
-        for part, parameter in layers.parameters_of(name, key).items():
-            _check_weight(f"layer {key}.{part}.{name}", parameter, _base_weight(layer))
     if _is_wrapper(layer):
         _check_wrapper(key, layer)
         return

@@ -1,10 +1,11 @@
 """Initialises an adapter so that it makes up for the base's quantisation: initialise_from_weights.
 
-Letters: D = d_in, O = d_out, R = rank.
+Letters: D = d_in, O = d_out, R = rank, K = min(O, D).
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +17,16 @@ from torch import Tensor, nn
 from ..adapters.kind import LayerSpec
 from ..adapters.lora import set_values
 from ..adapters.lora_config import needs_weights
-from ..errors import AdapterError
+from ..errors import AdapterError, NamedError
 from ..frozen.quantized.families import is_quantized
 from ..layers.adapter_weights import adapter_layers
 from ..layers.linear import MultiLoRALinear
 from ..routing.router import router_of
-from .leading import leading_svd
 from .statistics import signs_of
-from .weights_folder import weights_in
 
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SMALL, _PART = 512, 32
+"""A matrix of a smaller K, or of fewer than so many K a vector, is decomposed whole: that is as fast."""
 _ROWS = 64
 """Rows of W that are compared at once: the original needs no copy in fp32."""
 ReadWeight = Callable[[str], Tensor]
@@ -151,3 +153,95 @@ def _distance(one: Tensor, other: Tensor) -> float:
     """Returns the norm of the difference of two matrices, of which some rows are computed at a time."""
     pairs = zip(one.split(_ROWS), other.split(_ROWS), strict=True)
     return float(torch.stack([(b - a.to(b.device)).norm() for a, b in pairs]).norm())
+
+
+def leading_svd(matrix_OD: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the largest singular values and their vectors: `U [O, R]`, `s [R]` and `Vᵀ [R, D]`, fp32.
+
+    R is `min(count, K)`. Of a large matrix and a small `count`, the implicitly restarted Lanczos iteration
+    (Lehoucq, Sorensen and Yang 1998, "ARPACK Users' Guide") finds these vectors alone, in fp64 on the CPU, to
+    the precision of fp64. There, singular values that lie close together leave the vectors of an fp32
+    decomposition less exact. If the iteration does not converge, the whole matrix is decomposed.
+    """
+    least = min(matrix_OD.shape)
+    if least >= _SMALL and count * _PART <= least:
+        found = _searched(matrix_OD, count)
+        if found is not None:
+            return found
+    u_OK, s_K, vh_KD = torch.linalg.svd(matrix_OD, full_matrices=False)
+    return u_OK[:, :count], s_K[:count], vh_KD[:count]
+
+
+def _searched(matrix_OD: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns what `leading_svd` does, or None if the iteration does not converge; always the same bits."""
+    import numpy
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, svds
+
+    begin = numpy.random.default_rng(0).standard_normal(min(matrix_OD.shape))
+    matrix: Any = matrix_OD.cpu().double().numpy()
+    # of the matrix itself SciPy makes a transposed copy
+    products = LinearOperator(
+        matrix.shape,
+        dtype=matrix.dtype,
+        matvec=matrix.__matmul__,
+        rmatvec=matrix.T.__matmul__,
+        matmat=matrix.__matmul__,
+        rmatmat=matrix.T.__matmul__,
+    )
+    try:
+        u, s, vh = svds(products, k=count, v0=begin)
+    except ArpackNoConvergence:
+        return None
+    order = numpy.argsort(-s)
+    found = (u[:, order], s[order], vh[order])
+    return tuple(torch.from_numpy(one).to(matrix_OD) for one in found)  # type: ignore[return-value]
+
+
+def weights_in(folder: Path, prefix: str) -> Callable[[str], Tensor]:
+    """Returns a function that reads a layer's weight; it raises ValueError if the folder lacks it.
+
+    Args:
+        folder: with one file or an index of several.
+        prefix: of the base model inside a model with a head, such as `model`; the files may leave it out, or
+            have it where the layer's name does not.
+
+    Raises:
+        ValueError: the folder has neither file, or one cannot be read.
+    """
+    files = _files(folder)
+
+    def read(layer: str) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        plain = layer.removeprefix(f"{prefix}.")
+        keys = [f"{name}.weight" for name in (layer, plain, f"{prefix}.{layer}")]
+        key = next((key for key in keys if key in files), None)
+        if key is None:
+            raise ValueError(f"{folder} has no tensor {keys[0]}; give the original model's folder")
+        try:
+            with safe_open(folder / files[key], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(key)
+                return tensor
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{folder / files[key]} cannot be read: {error}") from error
+
+    return read
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """Returns the name of each tensor's file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if (folder / WHOLE).is_file():
+            with safe_open(folder / WHOLE, framework="pt") as file:
+                return dict.fromkeys(file.keys(), WHOLE)
+        if (folder / INDEX).is_file():
+            found: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+            return found
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise NamedError("folder", f"the weights in {folder} cannot be read: {error}") from error
+    raise NamedError(
+        "folder",
+        f"{folder} has neither {WHOLE} nor {INDEX}; save the original model there with save_pretrained",
+    )

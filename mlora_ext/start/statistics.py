@@ -23,6 +23,7 @@ from ..errors import AdapterError
 from ..layers.adapter_weights import adapter_layers
 from ..layers.linear import MultiLoRALinear
 from ..once_differentiable import once_differentiable
+from ..routing.adapter_info import AdapterInfo
 from ..routing.router import router_of
 from ..routing.thread_guard import inside_backward
 from ..targets.add_remove import named_seed
@@ -32,7 +33,7 @@ _INVERSE_ERROR = 0.05
 
 
 class Statistics(ABC):
-    """Sees the inputs of an adapter's layers in passes of the base model; see `mlora_ext.start.passes`.
+    """Sees the inputs of an adapter's layers in passes of the base model; see `mlora_ext.start.from_data`.
 
     Args:
         model: converted, or a stage's piece of it.
@@ -47,30 +48,33 @@ class Statistics(ABC):
         self.name, self.share = name, 1.0
         self.rows: Tensor | None = None
         self._model = model
-        self._info = router_of(model).adapters[name]
-        self._layers = {
-            key: layer
-            for key, layer in adapter_layers(model, name).items()
-            if isinstance(layer, MultiLoRALinear) and not layer.lora_A.parameter_of(name).is_meta
-        }
         self._watched: set[str] = set()
         self._seen: dict[str, int] = {}
+        self._sums: dict[str, Tensor] = {}
+
+    @property
+    def _info(self) -> AdapterInfo:
+        return router_of(self._model).adapters[self.name]
+
+    def _layers(self) -> dict[str, MultiLoRALinear]:
+        """Returns the adapter's linear layers on this process; EVA may put it on others meanwhile."""
+        return {
+            key: layer
+            for key, layer in adapter_layers(self._model, self.name).items()
+            if isinstance(layer, MultiLoRALinear) and not layer.lora_A.parameter_of(self.name).is_meta
+        }
 
     def take(self, rows: Tensor | None, share: float = 1.0) -> None:
         """Says which rows of the next batch count, and how much its gradients do."""
         self.rows, self.share = rows, share
 
-    def sizes(self) -> dict[str, int]:
-        """Returns the bytes that the statistics of each layer on this process take."""
-        return {key: self._bytes(layer) for key, layer in self._layers.items()}
-
     def widths(self) -> dict[str, tuple[int, int]]:
         """Returns D and O of each layer on this process."""
-        return {key: (layer.in_features, layer.out_features) for key, layer in self._layers.items()}
+        return {key: (layer.in_features, layer.out_features) for key, layer in self._layers().items()}
 
     def watch(self, layers: Sequence[str]) -> None:
         """Begins to look at these layers, as far as they are here, and forgets the others."""
-        self._watched, self._seen = set(layers) & set(self._layers), {}
+        self._watched, self._seen, self._sums = set(layers) & set(self._layers()), {}, {}
 
     def see(self, layer: str, x: Tensor, y: Tensor) -> Tensor:
         """Takes in one call of a layer; backward may call layers again, which counts once."""
@@ -85,16 +89,15 @@ class Statistics(ABC):
 
         Raises ValueError for a layer that no batch reached.
         """
-        for key in layers:
-            if key in self._layers:
-                if not self._seen.get(key):
-                    raise AdapterError(
-                        self.name,
-                        f"layer {key} was not called by any batch; leave it out of "
-                        "the adapter's targets, or call the model uncompiled",
-                    )
-                own = self._layers[key].parameters_of(self.name)
-                set_values(own, with_start(self._values(key, self._layers[key])))
+        here = self._layers()
+        for key in (key for key in layers if key in here):
+            if not self._seen.get(key):
+                raise AdapterError(
+                    self.name,
+                    f"layer {key} was not called by any batch; leave it out of "
+                    "the adapter's targets, or call the model uncompiled",
+                )
+            set_values(here[key].parameters_of(self.name), with_start(self._values(key, here[key])))
         self.watch([])
 
     def done(self) -> None:
@@ -113,10 +116,6 @@ class Statistics(ABC):
         return start_values(layer.frozen.dense(), self._info.config, spec, seed, prepare, **how)
 
     @abstractmethod
-    def _bytes(self, layer: MultiLoRALinear) -> int:
-        """Returns the bytes of one layer's statistics."""
-
-    @abstractmethod
     def _take_in(self, key: str, x: Tensor, y: Tensor) -> Tensor:
         """Takes in a call of a watched layer; returns the output to go on with."""
 
@@ -130,13 +129,6 @@ class Covariances(Statistics):
 
     The inputs of each batch are divided by their largest value first, as in PEFT.
     """
-
-    def watch(self, layers: Sequence[str]) -> None:
-        super().watch(layers)
-        self._sums: dict[str, Tensor] = {}
-
-    def _bytes(self, layer: MultiLoRALinear) -> int:
-        return 4 * layer.in_features**2
 
     @torch.no_grad()
     def _take_in(self, key: str, x: Tensor, y: Tensor) -> Tensor:
@@ -183,13 +175,6 @@ def _decomposed(weight_OD: Tensor, covariance_DD: Tensor) -> tuple[Tensor, Tenso
 
 class Gradients(Statistics):
     """LoRA-GA (Wang et al., 2024, Eq. 5-7): gradients of the layers' weights, as `preprocess_loraga`."""
-
-    def watch(self, layers: Sequence[str]) -> None:
-        super().watch(layers)
-        self._sums: dict[str, Tensor] = {}
-
-    def _bytes(self, layer: MultiLoRALinear) -> int:
-        return 4 * layer.in_features * layer.out_features
 
     def _take_in(self, key: str, x: Tensor, y: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -244,33 +229,28 @@ class Components(Statistics):
         super().__init__(model, name)
         self._components: dict[str, Any] = {}
         self._before: dict[str, Tensor] = {}
-        self._hashes: dict[str, str] | None = None
-        self.wanted: dict[str, int] = {}
-
-    def _bytes(self, layer: MultiLoRALinear) -> int:
-        return 0
-
-    def compare(self) -> None:
-        """Lets the next pass compare inputs only; see `hashes`."""
-        self.watch(list(self._layers))
-        self._hashes = {}
+        self._hashes: dict[str, str] = {}
+        self._wanted: Mapping[str, int] = {}
+        self._firsts: Mapping[str, str] = {}
 
     def hashes(self) -> dict[str, str]:
-        """Returns a hash of the input of each layer on this process in the first call of the last pass."""
-        found, self._hashes = self._hashes or {}, None
-        return found
+        """Returns a hash of each layer's input in its first call on this process, before `want`."""
+        return self._hashes
 
-    def want(self, counts: Mapping[str, int]) -> None:
-        """Sets how many components of a layer's inputs are wanted."""
-        self.wanted = dict(counts)
+    def want(self, counts: Mapping[str, int], firsts: Mapping[str, str]) -> None:
+        """Sets how many components of a layer's inputs are wanted, and by whose components it begins.
+
+        Those are its own, or those of a layer with an equal input.
+        """
+        self._wanted, self._firsts = counts, firsts
 
     @torch.no_grad()
     def _take_in(self, key: str, x: Tensor, y: Tensor) -> Tensor:
         rows = self._rows_of(x)
-        if self._hashes is not None:
+        if not self._wanted:
             digest = hashlib.sha256(rows.float().cpu().contiguous().numpy().tobytes()).hexdigest()
             self._hashes.setdefault(key, digest)
-        elif len(rows) >= self.wanted[key] and not inside_backward():
+        elif len(rows) >= self._wanted[key] and not inside_backward():
             self._fit(key, rows.float())
         return y
 
@@ -278,7 +258,7 @@ class Components(Statistics):
         from peft.utils.incremental_pca import IncrementalPCA
 
         if key not in self._components:  # the seed is PEFT's
-            count = self.wanted[key]
+            count = self._wanted[key]
             self._components[key] = IncrementalPCA(count, copy=True, lowrank=True, lowrank_seed=42)
         elif hasattr(self._components[key], "components_"):
             self._before[key] = self._components[key].components_.clone()
@@ -294,23 +274,11 @@ class Components(Statistics):
             found[key] = pca.explained_variance_ratio_.tolist(), alike
         return found
 
-    def share_with(self, firsts: Mapping[str, str]) -> None:
-        """Says by whose components a layer begins: its own, or those of a layer with an equal input."""
-        self._firsts = firsts
-
     def fill(self, layers: Sequence[str]) -> None:
         """Writes A of these layers, as far as they are here."""
-        for key in layers:
-            if key in self._layers:
-                parameter = self._layers[key].lora_A.parameter_of(self.name)
-                set_values({"lora_A": parameter}, self._values(key, self._layers[key]))
-
-    def moved(self) -> None:
-        """Goes on with the adapter after it was put on the model again, with other ranks."""
-        self._info = router_of(self._model).adapters[self.name]
-        own = adapter_layers(self._model, self.name)
-        own_linear = {key: layer for key, layer in own.items() if isinstance(layer, MultiLoRALinear)}
-        self._layers = {key: own_linear[key] for key in self._layers if key in own_linear}
+        for key, layer in self._layers().items():
+            if key in layers:
+                set_values(layer.parameters_of(self.name), self._values(key, layer))
 
     def _values(self, key: str, layer: MultiLoRALinear) -> dict[str, Tensor]:
         pca, rank = self._components[self._firsts[key]], layer.specs[self.name].rank

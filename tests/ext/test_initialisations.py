@@ -162,6 +162,7 @@ def test_a_half_precision_base_keeps_its_output() -> None:
 
 
 def test_an_adapter_of_data_waits_for_it() -> None:
+    torch.manual_seed(1)  # with few seeds EVA leaves all ranks as they are
     ids, base = token_ids(2, 5), llama()
     model = mx.convert_model(copy.deepcopy(base), {"own": config_of("eva"), "b": LoraConfig(r=2)}, seed=SEED)
     with pytest.raises(ValueError, match=r"adapter 'own': init_lora_weights='eva' needs the adapter's data"):

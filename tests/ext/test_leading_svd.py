@@ -11,7 +11,7 @@ from scipy.sparse import linalg
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor
 
-from mlora_ext.start.leading import leading_svd
+from mlora_ext.start.from_weights import leading_svd
 
 
 def rounding(rows: int, columns: int) -> Tensor:

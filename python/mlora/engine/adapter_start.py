@@ -15,7 +15,7 @@ from mlora_ext.adapters.lora_config import init_kind
 from mlora_ext.adapters.trained_parts import task_of
 from mlora_ext.errors import AdapterError
 from mlora_ext.layers.adapter_weights import adapter_layers
-from mlora_ext.start.passes import initialise
+from mlora_ext.start.from_data import initialise
 from mlora_ext.start.statistics import start_specs
 from mlora_ext.targets.add_remove import NO_QUANTIZED_LAYER
 
@@ -64,7 +64,7 @@ def start_from_data(
 
 
 class EnginePasses:
-    """Passes of the base over an adapter's batches; see `mlora_ext.start.passes.Passes`.
+    """Passes of the base over an adapter's batches; see `mlora_ext.start.from_data.Passes`.
 
     Args:
         engine: an `Engine`, whose module imports this one.

@@ -24,7 +24,7 @@ from mlora.model.pretrained import load_whole, refuse_missing, skeleton, told_in
 from mlora.model.probe import check_packing
 from mlora.model.quantization import finish_reading, prepare_skeleton, quantizer_of, read_metadata
 from mlora.offload.options import IN_MEMORY, OffloadOptions
-from mlora_ext.convert.base_dropout import zero_base_dropout
+from mlora_ext.convert.model import zero_base_dropout
 from mlora_ext.frozen.quantized.families import family_of
 from mlora_ext.library import check_library
 
