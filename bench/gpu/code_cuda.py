@@ -12,8 +12,8 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 _FUNCTION = re.compile(r"Function\s*:?\s*(\w+)")
@@ -77,23 +77,36 @@ def kernels(library: Path, architecture: str | None = None) -> list[Kernel]:
             registers, stack, shared, local = map(int, resources.groups())
             kernel = Kernel(_readable(function), target, registers, shared, stack + local)
             found[target, function] = kernel
-    with ThreadPoolExecutor() as pool:
-
-        def count(target: str) -> None:
-            # a cubin has one target, and does not name it
-            chosen = ["--gpu-architecture", target] if target else []
-            for _, function, line in _functions([tool, "--dump-sass", *chosen, library]):
+    for target in sorted({target for target, _ in found}):
+        for function, lines in machine_code(library, target).items():
+            kernel = found[target, function]
+            for line in lines:
                 # a search in each of a million lines would take long
                 counted = "MMA" in line or "LDL" in line or "STL" in line
                 if counted and (instruction := _INSTRUCTION.match(line)):
                     kind = instruction[1].split(".")[0]
-                    kernel = found[target, function]
                     kernel.local_accesses += kind in ("LDL", "STL")
                     if _MATRIX.match(kind):
                         kernel.matrix[kind] += 1
-
-        list(pool.map(count, sorted({target for target, _ in found})))
     return sorted(found.values(), key=lambda kernel: (kernel.architecture, kernel.name))
+
+
+@lru_cache(maxsize=1)
+def machine_code(library: Path, architecture: str) -> dict[str, list[str]]:
+    """Returns the lines with an instruction of each function, by its mangled name.
+
+    The disassembler takes 15 s, so what was asked for last is kept. `architecture`: "" for a cubin.
+    """
+    tool = cuobjdump()
+    assert tool is not None
+    # a cubin has one target, and does not name it
+    chosen = ["--gpu-architecture", architecture] if architecture else []
+    found: dict[str, list[str]] = {}
+    for _, function, line in _functions([tool, "--dump-sass", *chosen, library]):
+        instruction, ends, _ = line.partition(";")  # the rest, and every other line, is the encoding
+        if ends:
+            found.setdefault(function, []).append(instruction + ends)
+    return found
 
 
 def _functions(command: list[str | Path]) -> Iterator[tuple[str, str, str]]:

@@ -9,7 +9,6 @@ and Philox loops as often as a thread draws.
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -65,16 +64,11 @@ def code_of(library: Path, architecture: str) -> dict[Template, list[tuple[int, 
     tool = code_cuda.cuobjdump()
     if tool is None or not library.is_file():
         raise FileNotFoundError(f"{library}, cuobjdump: expected both, one is missing")
-    command = [tool, "--dump-sass", "--gpu-architecture", architecture, str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
     found: dict[Template, list[tuple[int, str]]] = {}
-    current: list[tuple[int, str]] = []
-    for line in done.stdout.splitlines():
-        if "Function" in line and (symbol := re.search(r"Function\s*:\s*(\w+)", line)):
-            template = _template(symbol[1])
-            current = [] if template is None else found.setdefault(template, [])
-        elif instruction := _ADDRESS.match(line):
-            current.append((int(instruction[1], 16), instruction[2]))
+    for symbol, lines in code_cuda.machine_code(library, architecture).items():
+        if (template := _template(symbol)) is not None:
+            instructions = filter(None, map(_ADDRESS.match, lines))
+            found.setdefault(template, []).extend((int(one[1], 16), one[2]) for one in instructions)
     if not found:
         raise RuntimeError(f"{library}: no kernels for {architecture}; build it with CUDA")
     return found

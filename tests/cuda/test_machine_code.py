@@ -1,7 +1,6 @@
 """The compiled CUDA kernels spill nothing, and the 16-bit ones multiply with matrix instructions."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from mlora_ext import _C
 from mlora_ext.library import LIBRARY
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-from gpu import code_cuda
+from gpu import budget_report, code_cuda
 
 TARGETS = [
     "sm_90a",
@@ -20,25 +19,31 @@ TARGETS = [
 PRODUCTS = ["shrink", "expand", "read_dy", "read_x"]
 
 
-@pytest.fixture(scope="module", params=TARGETS)
-def kernels(request: pytest.FixtureRequest) -> list[code_cuda.Kernel]:
-    """Of one architecture."""
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_machine_code(architecture: str) -> None:
+    """One test, so that one process disassembles the library, which takes 15 s, and only once."""
     if not _C.build_info()["cuda"]:
         pytest.skip("the library was built without CUDA")
     if code_cuda.cuobjdump() is None:
         pytest.skip("there is no cuobjdump, neither on PATH nor in the package triton")
-    return code_cuda.kernels(LIBRARY, request.param)
+    kernels = code_cuda.kernels(LIBRARY, architecture)
+    no_kernel_spills(kernels, {"product", *(["read_dy_once"] if architecture == "sm_90a" else [])})
+    products_are_matrix_instructions(kernels)
+    if architecture == "sm_90a":
+        frozen_products_run_by_themselves()
+        read_dy_in_one_pass_multiplies_in_groups()
+    if architecture == budget_report.ARCHITECTURE:
+        mixed_ranks_cost_what_equal_ones_do()
 
 
-def test_no_kernel_spills(kernels: list[code_cuda.Kernel]) -> None:
+def no_kernel_spills(kernels: list[code_cuda.Kernel], more: set[str]) -> None:
     names = {kernel.name.split("<")[0] for kernel in kernels}
-    once = {"read_dy_once"} if kernels[0].architecture == "sm_90a" else set()
-    assert names == {*PRODUCTS, "plan", "parts", "page", "dropout_mask", "probe", "product"} | once
+    assert names == {*PRODUCTS, "plan", "parts", "page", "dropout_mask", "probe", *more}
     for kernel in kernels:
         assert (kernel.local_bytes, kernel.local_accesses) == (0, 0), kernel
 
 
-def test_products_are_matrix_instructions(kernels: list[code_cuda.Kernel]) -> None:
+def products_are_matrix_instructions(kernels: list[code_cuda.Kernel]) -> None:
     sixteen_bit = [
         kernel
         for kernel in kernels
@@ -49,42 +54,25 @@ def test_products_are_matrix_instructions(kernels: list[code_cuda.Kernel]) -> No
         assert kernel.matrix.total() > 0, kernel
 
 
-def test_mixed_ranks_cost_what_equal_ones_do(kernels: list[code_cuda.Kernel]) -> None:
+def mixed_ranks_cost_what_equal_ones_do() -> None:
     """By the computed cost, whose bytes the emulator has counted (test_gpu_budget.py): at most 5% more."""
-    from gpu import budget_report
-
-    if kernels[0].architecture != budget_report.ARCHITECTURE:
-        pytest.skip("the budget is of another architecture")
     shares = [float(line.split()[-1]) for line in budget_report.mixtures() if line.startswith("  ")]
     assert len(shares) == len(budget_report.MODES) * 3
     assert max(shares) <= 1.05
 
 
-@pytest.fixture(scope="module")
-def hopper_products(kernels: list[code_cuda.Kernel]) -> list[list[str]]:
-    """The instructions of each frozen product with the low-rank part inside."""
-    if kernels[0].architecture != "sm_90a":
-        pytest.skip("of sm_90a")
-    return code_of(LIBRARY, "product")
-
-
-def code_of(library: Path, kernel: str) -> list[list[str]]:
+def code_of(kernel: str) -> list[list[str]]:
     """Of each kernel of this name, of sm_90a."""
-    command = [str(code_cuda.cuobjdump()), "--gpu-architecture", "sm_90a", str(library)]
-    usage = subprocess.run([*command, "--dump-resource-usage"], capture_output=True, text=True, check=True)
-    names = re.findall(rf"Function (\w*\d{kernel}_kernel\w*)", usage.stdout)
-    command += ["--dump-sass", "--function", ",".join(names)]
-    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    functions = code.split("Function : ")[1:]
-    return [re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", function, re.MULTILINE) for function in functions]
+    functions = code_cuda.machine_code(LIBRARY, "sm_90a").items()
+    own = [lines for name, lines in functions if re.search(rf"\d{kernel}_kernel", name)]
+    return [re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", "\n".join(lines), re.MULTILINE) for lines in own]
 
 
-def test_frozen_products_run_by_themselves(hopper_products: list[list[str]]) -> None:
+def frozen_products_run_by_themselves() -> None:
     """Products of a stage are one group, which nothing waits for one by one (ptxas: C7515, C7519, C7520)."""
-    assert len(hopper_products) == 2 * 2 * 4, (
-        "dtypes, clusters; forward, and backward of three kinds of masks"
-    )
-    for code in hopper_products:
+    products = code_of("product")
+    assert len(products) == 2 * 2 * 4, "dtypes, clusters; forward, and backward of three kinds of masks"
+    for code in products:
         places = [i for i, text in enumerate(code) if "HGMMA.64x256x16" in text]
         groups = [i for i in places if "gsb0" in code[i]]
         assert len(places) == 4 * len(groups) > 0
@@ -94,12 +82,10 @@ def test_frozen_products_run_by_themselves(hopper_products: list[list[str]]) -> 
         assert any("UTMASTG" in text for text in code)
 
 
-def test_read_dy_in_one_pass_multiplies_in_groups(kernels: list[code_cuda.Kernel]) -> None:
+def read_dy_in_one_pass_multiplies_in_groups() -> None:
     """A tile's products are one group of ds and one of dB; no fence of all memory stands in the loop."""
-    if kernels[0].architecture != "sm_90a":
-        pytest.skip("of sm_90a")
     bodies = []
-    for code in code_of(LIBRARY, "read_dy_once"):
+    for code in code_of("read_dy_once"):
         places = [i for i, text in enumerate(code) if "HGMMA" in text]
         groups = [i for i in places if "gsb0" in code[i]]
         assert len(places) == 16 * len(groups) > 0
