@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.aliases import nearest
 from mlora.config.best_rule import unknown_metric
-from mlora.config.sections import FORMATS_OF, OF_TASKS, WITH_MESSAGES, WITH_PROMPTS
+from mlora.config.sections import FORMATS, OF_TASKS, WITH_MESSAGES, WITH_PROMPTS
 from mlora.config.strict import Location, wrong_keys
 from mlora.config.training_fields import TrainingFields
 from mlora.objectives.options import BASE_ROWS, START
@@ -182,17 +182,17 @@ def data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator[
         elif adapter.assistant_only_loss and formats[name] not in WITH_MESSAGES:
             kinds = " or ".join(WITH_MESSAGES)
             yield "assistant_only_loss", f"needs a {key} of format {kinds}, got {formats[name]!r}"
-        elif formats[name] not in (serve := FORMATS_OF[takes(adapter.objective)]):
+        elif FORMATS[formats[name]].takes != takes(adapter.objective):
             own, found = name_of(adapter.objective), formats[name]
-            hint, named = "", " or ".join(_named_formats(adapter, serve))
+            hint, named = "", " or ".join(_named_formats(adapter))
+            served = objectives_taking(FORMATS[found].takes)
             if not named:
                 task = (adapter.lora or {})["task_type"]
                 yield "objective", f"task_type {task} has a loss of its own; remove objective"
                 continue
             if ":" in own and found in ("preference", "unpaired"):
                 hint = "; `takes: pairs` or `takes: judged` in objective says that it reads preferences"
-            elif own == CROSS_ENTROPY and not _format_of_labels(adapter) and _objectives_of(found):
-                served = _objectives_of(found)
+            elif own == CROSS_ENTROPY and served and not _format_of_labels(adapter):
                 hint = f"; `objective:` {' or '.join(served)} takes {found}"
             yield key, f"objective {own} needs a {key} of format {named}, got {found!r}{hint}"
     name = name_of(adapter.objective)
@@ -216,15 +216,9 @@ def data_faults(adapter: AdapterConfig, formats: Mapping[str, str]) -> Iterator[
         yield "eval_exact_match", f"needs an eval_dataset of format {kinds}, got {found!r}"
 
 
-def _objectives_of(format: str) -> list[str]:
-    """Returns the names of the objectives that take data of a format."""
-    return [
-        name for kind, formats in FORMATS_OF.items() if format in formats for name in objectives_taking(kind)
-    ]
-
-
-def _named_formats(adapter: AdapterConfig, serve: Sequence[str]) -> list[str]:
+def _named_formats(adapter: AdapterConfig) -> list[str]:
     """Returns the formats to name to an adapter: those of labels only if its head predicts labels."""
+    serve = [each for each, of in FORMATS.items() if of.takes == takes(adapter.objective)]
     own = _format_of_labels(adapter)
     return [one for one in serve if (own or one) == one and (own or one not in OF_TASKS.values())]
 

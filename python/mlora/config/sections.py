@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     BeforeValidator,
@@ -23,48 +23,53 @@ from mlora.config.aliases import nearest
 from mlora.config.strict import MOST, ResolvedPath, Strict, is_hub_id, resolve_path, shown, wrong_key
 
 WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
-FORMATS_OF: dict[str, Sequence[str]] = {
-    "sequences": (
-        "tokens",
-        "text",
-        "prompt_completion",
-        "alpaca",
-        "sharegpt",
-        "messages",
-        "classification",
-        "question_answering",
+WITH_PROMPTS = ("prompt_completion", "alpaca", "messages", "sharegpt")
+
+
+class RowFormat(NamedTuple):
+    """A format of a dataset's rows."""
+
+    takes: str  # the kind of objectives that read it
+    rows: Sequence[str]  # the fields that each row has, of each kind of rows
+    fields: str  # all that it reads
+
+
+_TEMPLATE = "tools chat_template_kwargs"
+_OF_ROWS = "attention_mask position_ids seq_lengths"
+FORMATS = {
+    "tokens": RowFormat(
+        "sequences",
+        ("input_ids", "input_ids labels"),
+        f"input_ids labels {_OF_ROWS} completion_mask assistant_masks",
     ),
-    "pairs": ("preference",),
-    "judged": ("unpaired",),
+    "text": RowFormat("sequences", ("text",), "text"),
+    "prompt_completion": RowFormat("sequences", ("prompt completion",), f"prompt completion {_TEMPLATE}"),
+    "alpaca": RowFormat("sequences", ("instruction output",), "instruction input output"),
+    "sharegpt": RowFormat("sequences", ("conversations",), f"conversations system {_TEMPLATE}"),
+    "messages": RowFormat("sequences", ("messages",), f"messages {_TEMPLATE}"),
+    "preference": RowFormat(
+        "pairs", ("prompt chosen rejected", "chosen rejected"), f"prompt chosen rejected {_TEMPLATE}"
+    ),
+    "unpaired": RowFormat("judged", ("prompt completion label",), f"prompt completion label {_TEMPLATE}"),
+    "classification": RowFormat(
+        "sequences",
+        ("text label", "input_ids label", "input_ids labels"),
+        f"text label input_ids labels {_OF_ROWS}",
+    ),
+    "question_answering": RowFormat(
+        "sequences",
+        ("question context answers", "input_ids start_positions end_positions"),
+        f"question context answers input_ids start_positions end_positions {_OF_ROWS}",
+    ),
 }
-"""The formats of an objective's samples, by what it takes."""
+FIELDS = frozenset(field for format in FORMATS.values() for field in format.fields.split())
+"""The fields of all formats."""
 OF_TASKS = {
     "SEQ_CLS": "classification",
     "TOKEN_CLS": "classification",
     "QUESTION_ANS": "question_answering",
 }
 """The format of each `task_type` whose head predicts labels."""
-WITH_PROMPTS = ("prompt_completion", "alpaca", "messages", "sharegpt")
-_FOR_TEMPLATES = ("tools", "chat_template_kwargs")
-_OF_ROWS = ("attention_mask", "position_ids", "seq_lengths")
-_FIELDS: dict[str, Sequence[str]] = {
-    "tokens": ("input_ids", "labels", *_OF_ROWS, "completion_mask", "assistant_masks"),
-    "text": ("text",),
-    "prompt_completion": ("prompt", "completion", *_FOR_TEMPLATES),
-    "alpaca": ("instruction", "input", "output"),
-    "sharegpt": ("conversations", "system", *_FOR_TEMPLATES),
-    "messages": ("messages", *_FOR_TEMPLATES),
-    "preference": ("prompt", "chosen", "rejected", *_FOR_TEMPLATES),
-    "unpaired": ("prompt", "completion", "label", *_FOR_TEMPLATES),
-    "classification": ("text", "label", "input_ids", "labels", *_OF_ROWS),
-    "question_answering": (
-        *("question", "context", "answers"),
-        *("input_ids", "start_positions", "end_positions", *_OF_ROWS),
-    ),
-}
-"""The fields that each format reads."""
-FIELDS = frozenset(field for fields in _FIELDS.values() for field in fields)
-"""All of them."""
 
 
 class DataFile(Strict):
@@ -213,7 +218,7 @@ class DatasetConfig(Strict):
 
     @model_validator(mode="after")
     def _known_fields(self) -> DatasetConfig:
-        known = _FIELDS[self.format]
+        known = FORMATS[self.format].fields.split()
         unread = [field for field in self.columns if field not in known]
         if unread:
             what = f"the format {self.format} has no such field"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from mlora.config.sections import FORMATS
 from mlora.data.chat import ChatTemplate, messages_of_key, sharegpt_messages
 from mlora.data.label_formats import LabelRules, classification, question_answering
 from mlora.data.preference_formats import preference, unpaired
@@ -175,38 +176,20 @@ def _completed(
     return Record(sample, asked, doubt=DOUBT)
 
 
-_KEYS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "tokens": (("input_ids",), ("input_ids", "labels")),
-    "text": (("text",),),
-    "prompt_completion": (("prompt", "completion"),),
-    "alpaca": (("instruction", "output"),),
-    "sharegpt": (("conversations",),),
-    "messages": (("messages",),),
-    "preference": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
-    "unpaired": (("prompt", "completion", "label"),),
-    "classification": (("text", "label"), ("input_ids", "label"), ("input_ids", "labels")),
-    "question_answering": (
-        ("question", "context", "answers"),
-        ("input_ids", "start_positions", "end_positions"),
-    ),
-}
-"""The keys that lines of each format have; a format may have several kinds of lines."""
-
-
 def format_hint(format: str, fields: Mapping[str, Any]) -> str:
     """Returns the end of an error about a line: the format that has its keys.
 
     Empty if the line has all keys of its own format, those of none, or only keys that its own format has,
     too. The format that takes most of the line's keys is named.
     """
-    own = [set(keys) for keys in _KEYS[format]]
+    own = [set(keys.split()) for keys in FORMATS[format].rows]
     if any(fields.keys() >= keys for keys in own):
         return ""
     found = [
-        (other, keys)
-        for other, kinds in _KEYS.items()
-        for keys in kinds
-        if fields.keys() >= set(keys) and not any(mine >= set(keys) for mine in own)
+        (other, keys.split())
+        for other, each in FORMATS.items()
+        for keys in each.rows
+        if fields.keys() >= set(keys.split()) and not any(mine >= set(keys.split()) for mine in own)
     ]
     if not found:
         return ""

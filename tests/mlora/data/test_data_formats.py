@@ -8,10 +8,10 @@ from typing import Any, get_args
 
 import pytest
 from mlora.config.config_file import resolve_config
-from mlora.config.sections import DatasetConfig
+from mlora.config.sections import FORMATS, DatasetConfig
 from mlora.data.chat import messages_of_key
 from mlora.data.dataset import Dataset, Prompt, load_dataset
-from mlora.data.formats import _KEYS, format_hint
+from mlora.data.formats import format_hint
 from mlora.errors import RunError
 from mlora.run.run import train
 from tiny_run import save_tokenizer, write_jsonl
@@ -341,9 +341,9 @@ def test_adapters_of_every_format_train_together(tiny_base: Path, tmp_path: Path
 
 def test_every_format_has_keys_of_lines() -> None:
     formats = get_args(DatasetConfig.model_fields["format"].annotation)
-    assert set(_KEYS) == set(formats)
+    assert set(FORMATS) == set(formats)
     for one in formats:
-        line = dict.fromkeys(_KEYS[one][0], 1)
+        line = dict.fromkeys(FORMATS[one].rows[0].split(), 1)
         found = {other: format_hint(other, line) for other in formats}
         assert found[one] == ""
         assert any(hint.endswith(f"are format {one}") for hint in found.values()), one
