@@ -43,7 +43,8 @@ MLORA = Package(
         ("data", "pipeline"),
         ("model", "cluster"),
         ("config", "scheduler"),
-        ("memory", "objectives", "offload", "optim"),
+        ("memory",),
+        ("objectives", "offload", "optim"),
     ),
     ("errors", "durable", "records", "regular_files"),
 )

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from mlora.config.run_config import RunConfig
 from mlora.data.dataset import Sample
-from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions
+from mlora.memory.adapter_memory import AdapterMemory
+from mlora.memory.estimate import MemoryEstimate
+from mlora.memory.model import PeakModel
 from mlora.model.base_info import BaseInfo
-from mlora.planning.task_memory import TaskMemory
-from mlora.scheduler import MemoryEstimate, MemoryModel, PeakModel
+from mlora.planning.task_memory import know_task
+from mlora.scheduler import MemoryModel
 from mlora.tasks.task import Task, TaskBuilder
 
 from scheduler.setup import Shape, Work, make_config, random_lengths
@@ -99,9 +101,8 @@ def one_model(config: RunConfig, work: Work, points: int, unseen: int, orders: i
     learned, tests = samples[:points], samples[points:]
     options = StageOptions(torch.device("cpu"), torch.float32, config.gradient_checkpointing)
     memory = AdapterMemory(dry_stages(config.base_model, options))
-    known = TaskMemory(memory)
     for task in tasks:
-        known.know(task)
+        know_task(memory, task)
     estimate = memory.estimate
     estimate.predict(shapes[0], names)  # dry runs
     seeded, knees = estimate.state(), knees_of(estimate.state())

@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from mlora.config.run_config import RunConfig
-from mlora.engine.memory_limit import RESERVED, MemoryLimit
+from mlora.memory.room import RESERVED, MemoryLimit
 from mlora.model.base_info import BaseInfo
-from mlora.planning.task_memory import TaskMemory
+from mlora.planning.task_memory import know_task
 from mlora.run.callbacks import Callbacks
 from mlora.run.decisions import Decisions
 from mlora.run.loop import TrainingLoop
@@ -35,9 +35,8 @@ def room_for(share: float) -> Limit:
     """
 
     def limit(memory: MemoryLimit, tasks: list[Task]) -> int:
-        known = TaskMemory(memory.adapters)
         for task in tasks:
-            known.know(task)
+            know_task(memory.adapters, task)
         fit = tasks[: max(1, round(share * len(tasks)))]
         names = [task.name for task in fit]
         batch = memory.estimate.activations({task.name: task.usual_lengths for task in fit}, names)

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from mlora.scheduler import MemoryEstimate
+from mlora.memory.estimate import MemoryEstimate
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from mlora.config.sections import SchedulerConfig
 from mlora.data.dataset import Sample
 from mlora.data.sampler import BatchPlan
 from mlora.data.token_table import Samples
-from mlora.engine.memory_limit import MIB, MemoryLimit
+from mlora.memory.estimate import MemoryEstimate
+from mlora.memory.room import MIB, MemoryLimit
 from mlora.planning.task_memory import LIMIT
 from mlora.run.decisions import Decisions
 from mlora.run.task_table import TaskTable
-from mlora.scheduler import MemoryEstimate
 from mlora.store.queue import Request
 from mlora.store.run_folder import RunFolder
 from mlora.tasks.groups import Group
@@ -73,16 +73,17 @@ class Process:
 
 
 class Adapters:
-    """What adapters need, as `mlora.engine.adapter_memory.AdapterMemory` says it."""
+    """What adapters need, as `mlora.memory.adapter_memory.AdapterMemory` says it."""
 
     def __init__(self, states: dict[str, int]) -> None:
         self._states = states
+        self._batches: dict[str, Any] = {}
         shapes = [[40], [200], [10] * 8, [20, 300]]
         dry = [(shape, [[ROW * sum(shape)]]) for shape in shapes]
         self.estimate = MemoryEstimate(lambda names: "all", lambda names: dry)
 
-    def know(self, *_: Any, **options: Any) -> None:
-        """All are known."""
+    def know(self, name: str, *_: Any, batches: Any, **options: Any) -> None:
+        self._batches[name] = batches
 
     def knows(self, name: str) -> bool:
         return name in self._states
@@ -93,8 +94,9 @@ class Adapters:
     def at_rest(self, names: Sequence[str]) -> tuple[int, ...]:
         return (sum(self._states[name] for name in names),)
 
-    def size(self, name: str, lengths: Sequence[int]) -> float:
-        return float(ROW * sum(lengths))
+    def largest(self, name: str, batch_size: int | None = None) -> Sequence[int]:
+        found: Sequence[int] = self._batches[name](lambda lengths: float(ROW * sum(lengths)), batch_size)
+        return found
 
 
 @dataclass
@@ -216,7 +218,7 @@ class _Run:
         for slot, members in self.task_table.members().items():
             chosen = self.task_table.next_batch(Group(slot, members, self.iteration))
             new = [task for task in chosen if not task.progress.batches]
-            self.outcome.tried += any(not self.memory.fits(self.task_table.candidate(task)) for task in new)
+            self.outcome.tried += any(not self.memory.fits(task.name) for task in new)
             self.task_table.worth_measuring(chosen)
             used = self.engine.train(sum(task.next_lengths()[0] for task in chosen))
             if new:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from mlora.config.config_file import resolve_config
-from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.engine import Engine
-from mlora.engine.memory_limit import RESERVED, MemoryLimit
+from mlora.memory.adapter_memory import AdapterMemory
+from mlora.memory.estimate import MemoryEstimate
+from mlora.memory.room import RESERVED, MemoryLimit
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume
-from mlora.scheduler import MemoryEstimate
 from mlora.store.queue import TaskQueue
 from mlora.tasks.task import Task
 

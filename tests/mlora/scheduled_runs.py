@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlora.engine.adapter_memory import seed_shapes
-from mlora.scheduler import ORDERS, PLACEMENTS, MemoryEstimate, MemoryNeed, Room, admit, next_batch
+from mlora.memory.adapter_memory import seed_shapes
+from mlora.memory.estimate import MemoryEstimate
+from mlora.memory.room import Room
+from mlora.scheduler import ORDERS, PLACEMENTS, MemoryNeed, admit, next_batch
 
 MIB = 2**20
 BLOCK = 2 * MIB  # what the allocator hands out multiples of

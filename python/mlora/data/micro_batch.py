@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlora.memory.memory_model import SilentRows
+from mlora.memory.model import SilentRows
 from mlora.model.attention import PackedSequences
 from mlora.optim.step_rule import Update
 from mlora.records import record

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
-from mlora.memory.memory_model import SilentRows
+from mlora.memory.model import SilentRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,10 +9,9 @@ from typing import Any
 from mlora.data.micro_batch import BASE
 from mlora.data.record import Sample, sequence_lengths
 from mlora.engine.adapter_state import AdapterStates
-from mlora.engine.memory_limit import MemoryLimit, in_units
 from mlora.errors import MemoryLimitError
 from mlora.memory.estimate import MemorySample
-from mlora.scheduler import sum_of, within
+from mlora.memory.room import MemoryLimit, in_units, sum_of, within
 from mlora_ext.errors import AdapterError
 
 STAND_IN = "stand-in"  # the adapter whose memory is asked about where the base model is alone

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,8 @@ from mlora.engine.put_adapter import put_adapter
 from mlora.engine.stage_group import Source, StageOptions, count_blocks, spans_of
 from mlora.engine.stage_worker import StageWorker
 from mlora.engine.tied_rows import rows_to_pass
-from mlora.memory.memory_model import SilentRows
+from mlora.memory.adapter_memory import States
+from mlora.memory.model import SilentRows
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import BlockSpan, Cut, cut_model, find_blocks, outer_modules
 from mlora.model.labels import label_objective
@@ -60,30 +61,6 @@ if TYPE_CHECKING:
 _OPTIM = OptimConfig(learning_rate=1.0, total_steps=1)
 _LOSS = "dry"  # the objective of micro-batches with rows that have no gradient
 _NAME = "dry"  # a placeholder; error messages leave it out
-
-
-@dataclass(frozen=True)
-class States:
-    """Bytes that one adapter takes on one stage, whether or not it has a micro-batch there.
-
-    Attributes:
-        weights: rounded up to whole pages of the layers' banks; with what a kind of adapter keeps beside
-            them, such as DoRA's norms.
-        update: what the optimizer takes during an update and then gives back.
-        ranks: the rank of each adapted layer or parameter; of one whose kind is not plain LoRA a second time,
-            under its name and kind.
-    """
-
-    weights: int
-    gradients: int
-    moments: int
-    update: int
-    ranks: tuple[tuple[str, int], ...]
-
-    @property
-    def total(self) -> int:
-        """The most that the adapter holds between updates."""
-        return self.weights + self.gradients + self.moments
 
 
 class DryStage:

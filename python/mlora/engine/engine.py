@@ -19,21 +19,21 @@ import mlora_ext
 from mlora.cluster.device import existing_device, set_allocators
 from mlora.config.quantization_config import QuantizationConfig, checked_quantization
 from mlora.config.sections import parse_size
-from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.adapter_start import start_from_data, start_from_weights
 from mlora.engine.adapter_state import AdapterState, StepResult
 from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
 from mlora.engine.batcher import Batcher
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.measured_samples import PIECES, MeasuredSamples
-from mlora.engine.memory_limit import MemoryLimit, nothing_left
 from mlora.engine.put_adapter import labelled, plain_lora, put_adapter
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_group_of_threads
 from mlora.engine.stage_worker import StageWorker
 from mlora.engine.start_beside import put_start_beside
 from mlora.errors import MemoryLimitError, check_kind, check_kinds
+from mlora.memory.adapter_memory import AdapterMemory
 from mlora.memory.estimate import MemorySample
-from mlora.memory.process_memory import peak_memory
+from mlora.memory.meter import peak_memory
+from mlora.memory.room import MemoryLimit, nothing_left
 from mlora.model.base_info import DIGEST, BaseInfo
 from mlora.model.labels import label_objective
 from mlora.model.pretrained import skeleton

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 from mlora.data.micro_batch import BASE
 from mlora.data.preference import JointSample
 from mlora.data.record import LabelledSample, Sample
-from mlora.engine.adapter_memory import LEAST, seed_shapes, spread
-from mlora.engine.memory_limit import RESERVED
 from mlora.errors import MemoryLimitError
+from mlora.memory.adapter_memory import LEAST, seed_shapes, spread
 from mlora.memory.estimate import MemorySample
-from mlora.memory.memory_model import SilentRows
+from mlora.memory.model import SilentRows
+from mlora.memory.room import RESERVED
 from mlora.model.labels import label_objective
 from mlora.objectives.label_losses import LabelObjective
 from mlora.objectives.registry import objective_of
@@ -41,7 +41,7 @@ _CAREFUL = 0.5  # share of the free memory that a micro-batch's bound may reach
 
 
 class MeasuredSamples:
-    """Measures mixtures of adapters on an engine; see `mlora.engine.adapter_memory.MemorySamples`.
+    """Measures mixtures of adapters on an engine; see `mlora.memory.adapter_memory.MemorySamples`.
 
     Leaves the engine as it was: adapters' weights, gradients, moments and counts, random states, and all
     pages except those that its adapters had. Peaks of memory are kept, since the limit holds for them too.

@@ -19,8 +19,7 @@ from mlora.engine.put_adapter import lora_of, put_adapter
 from mlora.engine.stage_starts import StageStarts
 from mlora.engine.tied_rows import give_head, pass_rows, rows_to_pass
 from mlora.errors import first_line
-from mlora.memory.live_memory import WorkMemory, work_memory
-from mlora.memory.process_memory import PeakMemory, free_memory, release_memory, used_memory
+from mlora.memory.meter import PeakMemory, WorkMemory, free_memory, release_memory, used_memory, work_memory
 from mlora.model.base_model import BaseModel
 from mlora.objectives.custom import Unmade
 from mlora.objectives.objective import Objective

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mlora.memory.memory_model import BatchShape
-from mlora.memory.peak_model import PeakModel
+from mlora.memory.model import BatchShape, PeakModel
 
 _LEARNING = 10  # first micro-batches of a mixture, all of which are measured
 _EVERY = 256  # of those that follow, one in this many is measured

@@ -14,7 +14,7 @@ from mlora.cluster.world import World
 from mlora.config.run_config import RunConfig
 from mlora.config.sections import PipelineConfig
 from mlora.engine.stage_group import StageOptions
-from mlora.memory.process_memory import free_memory
+from mlora.memory.meter import free_memory
 from mlora.planning.partition import Table, fastest, partition
 from mlora.planning.profile_stage import profile_base
 from mlora.tasks.groups import held_by

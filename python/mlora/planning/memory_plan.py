@@ -1,16 +1,19 @@
-"""Predicts a run's memory before it starts: which tasks run together, wait, or never fit."""
+"""Predicts a run's memory before it starts: who runs together, waits, or never fits, and what is where."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from tempfile import gettempdir
 
 from mlora.config.run_config import RunConfig
-from mlora.engine.adapter_memory import AdapterMemory
-from mlora.engine.memory_limit import MemoryLimit, in_units
 from mlora.errors import MemoryLimitError
-from mlora.planning.task_memory import LIMIT, TaskMemory
-from mlora.scheduler import ORDERS, PLACEMENTS, Room, admit, sum_of
+from mlora.memory.adapter_memory import AdapterMemory
+from mlora.memory.room import MemoryLimit, Room, in_units, sum_of
+from mlora.offload.base_bytes import BaseBytes
+from mlora.offload.options import STATE_BYTES, OffloadOptions
+from mlora.planning.task_memory import LIMIT, know_task, memory_need
+from mlora.scheduler import ORDERS, PLACEMENTS, admit
 from mlora.tasks.groups import held_batches, slot_count
 from mlora.tasks.task import Task
 
@@ -109,19 +112,18 @@ def memory_plan(
     Micro-batches are predicted for each task alone. `adapters` must know none of the tasks yet; `base` has
     the bytes of each stage's process before any task.
     """
-    known = TaskMemory(adapters)
     for task in tasks:
-        known.know(task)
+        know_task(adapters, task)
     limit, room, never = config.scheduler.limit_bytes, Room(), dict[str, str]()
     if limit is not None:
         memory = MemoryLimit(adapters, limit, base, 0, held=held_batches(config), name=LIMIT)
         for task in tasks:
             try:
-                memory.check(known.candidate(task))
+                memory.check(task.name)
             except MemoryLimitError as error:
                 never[task.name] = str(error)
         room = memory.room()
-    needs = [known.need(task, place) for place, task in enumerate(tasks)]
+    needs = [memory_need(task, place, adapters) for place, task in enumerate(tasks)]
     fitting = [need for need in needs if need.name not in never]
     order, placement = ORDERS[config.scheduler.policy], PLACEMENTS[config.scheduler.placement]
     bounds = adapters.estimate.activations
@@ -134,3 +136,71 @@ def memory_plan(
         moments = adapters.moments(need.name)
         plans.append(TaskPlan(need.name, need.priority, peak, verdict, moments, tuple(largest)))
     return MemoryPlan(tuple(base), tuple(plans), limit)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the parts of a run are.
+
+    Attributes:
+        base: of each stage.
+        options: what was asked for.
+        plan: says what the tasks that train at once need; None = it is not known.
+        forecast: lines on the time of a micro-batch, and on what bounds it.
+        trained: weights of the model that are trained; 0 = adapters are.
+    """
+
+    base: Sequence[BaseBytes]
+    options: OffloadOptions
+    plan: MemoryPlan | None = None
+    forecast: Sequence[str] = ()
+    trained: int = 0
+
+    def table(self) -> list[list[str]]:
+        """Returns rows of text, titles first."""
+        stages = range(len(self.base))
+        titles = ["size"] if len(self.base) == 1 else [f"stage {stage}" for stage in stages]
+        rows = [["", "where", *titles]]
+
+        def row(what: str, where: str, sizes: Sequence[int]) -> None:
+            rows.append([what, where, *map(in_units, sizes)])
+
+        streamed = [base.streamed for base in self.base]
+        row("base model, what stays" if any(streamed) else "base model", "memory", self._of_base("resident"))
+        if any(streamed):
+            row("base model, slots for blocks", "memory", self._of_base("slots"))
+            row("base model, weights of blocks", "disk", streamed)
+        if self.plan is not None:
+            row("optimizer states", "memory", self.plan.optimizer)
+            kept = self.options.activations == "keep"
+            row("activations" if kept else "activations, if all were kept", "memory", self.plan.activations)
+        if self.trained:
+            states = [STATE_BYTES * self.trained]
+            where = "disk" if self.options.optimizer == "disk" else "memory"
+            row("fp32 weights and moments", where, states)
+            row("the same in each checkpoint", "disk", states)
+        return rows
+
+    def lines(self) -> list[str]:
+        """Returns what the table cannot say, one fact a line."""
+        streamed, converted = sum(self._of_base("streamed")), sum(self._of_base("converted"))
+        found = []
+        if streamed > converted:
+            found.append(f"{in_units(streamed - converted)} of weights are read from the model's own files")
+        if converted and self.trained:
+            found.append(
+                f"{in_units(converted)} of weights are trained, so they are copied into scratch files in "
+                f"{self._folders()}"
+            )
+        elif converted:
+            found.append(
+                f"{in_units(converted)} of weights have another dtype or layout in the model's files; the "
+                f"run converts them into scratch files in {self._folders()}"
+            )
+        return [*found, *self.forecast]
+
+    def _folders(self) -> str:
+        return ", ".join(self.options.folders) or gettempdir()
+
+    def _of_base(self, part: str) -> list[int]:
+        return [int(getattr(base, part)) for base in self.base]

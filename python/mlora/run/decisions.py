@@ -11,10 +11,12 @@ from typing import Any
 
 from mlora.cluster.signals import Interrupted
 from mlora.config.run_config import RunConfig
+from mlora.memory.room import Room, sum_of
+from mlora.planning.task_memory import know_task
 from mlora.run.status_publisher import StatusPublisher
 from mlora.run.task_states import longer_files, state_file
 from mlora.run.task_table import TaskTable
-from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, Room, admit, sum_of
+from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, admit
 from mlora.store.checkpoint import FORMAT
 from mlora.store.queue import TaskQueue
 from mlora.sweep.ranking import Proposal
@@ -77,7 +79,7 @@ class Decisions:
         self.taken = state["taken"]
         if self._memory:
             for task in self._table.alive():
-                self._table.know(task)
+                know_task(self._memory.adapters, task)
         self._remember(state)
         if self._sweep:
             self._sweep.load_state(state["sweep"], self._table.tasks)
@@ -239,11 +241,10 @@ class Decisions:
         for task in self._table.running():
             if [task.name] != list(admission.slots) or task.name in self._beyond:
                 continue
-            one = self._table.candidate(task)
-            if not (self._memory.fits(one) or self._memory.fits_barely(one)):
+            if not (self._memory.fits(task.name) or self._memory.fits_barely(task.name)):
                 self._beyond.add(task.name)
                 self._table.reporter.warn(
-                    f"{task.name}: goes on beyond scheduler.memory_limit: {self._memory.refusal(one)}"
+                    f"{task.name}: goes on beyond scheduler.memory_limit: {self._memory.refusal(task.name)}"
                 )
 
     def _budget(self, admission: Admission) -> tuple[float, ...]:

@@ -22,9 +22,9 @@ from mlora.config.training_fields import idle_defaults, inherited
 from mlora.engine.engine import Engine
 from mlora.engine.full_engine import FullEngine
 from mlora.engine.measured_samples import MeasuredSamples
-from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError, first_fault, first_line, reason_of
-from mlora.memory.process_memory import left_by_runs, used_memory
+from mlora.memory.meter import left_by_runs, used_memory
+from mlora.memory.room import MemoryLimit
 from mlora.model.base_info import BaseInfo, router_loss_fault
 from mlora.offload.base_bytes import BaseBytes
 from mlora.optim.registry import optimizer_kind

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlora.cluster.signals import Interrupted
 from mlora.config.lora_fields import lora_warnings
 from mlora.config.sweep_config import is_trial
 from mlora.engine.engine import Engine
-from mlora.engine.memory_limit import AdmissionCandidate, MemoryLimit
 from mlora.errors import RunError, reason_of
 from mlora.memory.estimate import MemorySample
-from mlora.planning.task_memory import TaskMemory, memory_need
+from mlora.memory.room import MemoryLimit, within
+from mlora.planning.task_memory import know_task, memory_need
 from mlora.run.reporter import Reporter, some
 from mlora.run.task_states import bring_back, restore_adapter, save_result, set_aside
-from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch, within
+from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch
 from mlora.store.queue import Request
 from mlora.store.run_folder import RunFolder
 from mlora.store.submission import submitted
@@ -53,7 +54,6 @@ class TaskTable:
         self.tasks, self.refused = list(tasks), dict(refused)
         self.unfit: dict[str, str] = {}
         self.memory, self.sweep = memory, sweep
-        self._task_memory = TaskMemory(memory.adapters) if memory else None
         self.admission: Admission = NOBODY
         self.engine, self._builder, self.reporter, self.folder = engine, builder, reporter, folder
         self._waited: list[str] = []
@@ -118,12 +118,12 @@ class TaskTable:
             return running
         begun = set(self.engine.adapters)
         fits, fits_barely = self.memory.fits, self.memory.fits_barely
-        found = [t for t in running if t.progress.batches or t.name in begun or fits(self.candidate(t))]
+        found = [t for t in running if t.progress.batches or t.name in begun or fits(t.name)]
         if found:
             return found
         self.memory.look_again([task.name for task in self.admitted()])
-        found = [t for t in running if fits(self.candidate(t))]
-        found = found or [t for t in running if fits_barely(self.candidate(t))]
+        found = [t for t in running if fits(t.name)]
+        found = found or [t for t in running if fits_barely(t.name)]
         if not found:
             self._none_fits(running)
         return found
@@ -136,25 +136,15 @@ class TaskTable:
         left = [task for task in tasks if task.name not in self.unfit]
         names = [task.name for task in left]
         if left and names != self._left:
-            why = self.memory.no_room([self.candidate(task) for task in left])
+            why = self.memory.no_room(names)
             self.reporter.warn(f"{some(names)}: {why}: mlora resume {self.folder.path}")
         self._left = names
 
     def needs(self, tasks: Sequence[Task]) -> list[MemoryNeed]:
         """Returns the scheduler's view of tasks."""
-        need = self._task_memory.need if self._task_memory else memory_need
+        adapters = self.memory.adapters if self.memory else None
         names = {task.name for task in tasks}
-        return [need(task, arrival) for arrival, task in enumerate(self.tasks) if task.name in names]
-
-    def know(self, task: Task) -> None:
-        """Tells the memory model of a task; raises ValueError if the base takes no such adapter."""
-        assert self._task_memory is not None
-        self._task_memory.know(task)
-
-    def candidate(self, task: Task) -> AdmissionCandidate:
-        """Returns a task as the memory limit sees it."""
-        assert self._task_memory is not None
-        return self._task_memory.candidate(task)
+        return [memory_need(t, arrival, adapters) for arrival, t in enumerate(self.tasks) if t.name in names]
 
     def look_at(self, tasks: Sequence[Task], unfit: Mapping[str, str] | None) -> None:
         """Learns what new tasks need, and refuses those that never fit.
@@ -163,7 +153,8 @@ class TaskTable:
         """
         if self.memory is None:
             return
-        for task in [task for task in tasks if self._passes(self.know, task)]:
+        know = partial(know_task, self.memory.adapters)
+        for task in [task for task in tasks if self._passes(know, task)]:
             if unfit is None:
                 self._passes(self._check, task)
             elif task.name in unfit:
@@ -171,7 +162,7 @@ class TaskTable:
 
     def _check(self, task: Task) -> None:
         assert self.memory is not None
-        self.memory.check(self.candidate(task))
+        self.memory.check(task.name)
 
     def _passes(self, check: Callable[[Task], None], task: Task) -> bool:
         """Refuses a task for which a check raises ValueError."""
@@ -369,7 +360,7 @@ class TaskTable:
             self.memory.estimate.observe(one.lengths, list(admission.slots), one.phases)
         sizes: Sequence[float] = admission.budget
         if len(admission.slots) == 1 and here:
-            largest = {here[0].name: self.candidate(here[0]).largest}
+            largest = {here[0].name: self.memory.adapters.largest(here[0].name)}
             needs = self.memory.estimate.as_adopted.activations(largest, list(largest))
             sizes = list(map(max, sizes, needs))
         held = self.memory.room().held

@@ -9,17 +9,16 @@ import torch
 
 from mlora.config.offload_config import OffloadConfig
 from mlora.config.run_config import RunConfig
-from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.dry_run import dry_stages
-from mlora.engine.memory_limit import in_units
 from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError, first_line
-from mlora.memory.process_memory import free_memory, used_at_first, used_memory
+from mlora.memory.adapter_memory import AdapterMemory
+from mlora.memory.meter import free_memory, used_at_first, used_memory
+from mlora.memory.room import in_units
 from mlora.objectives.custom import NOT_RUN
 from mlora.objectives.options import OWN
 from mlora.objectives.registry import name_of
-from mlora.planning.memory_plan import MemoryPlan, memory_plan
-from mlora.planning.placement import Placement
+from mlora.planning.memory_plan import MemoryPlan, Placement, memory_plan
 from mlora.planning.task_memory import memory_need
 from mlora.run.forecasts import forecast_lines
 from mlora.run.prepare import Prepared, prepare, sweep_of

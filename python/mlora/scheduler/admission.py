@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from mlora.memory.room import Room, sum_of, within
 from mlora.scheduler.policy import MemoryNeed, Order, Placement
 
 T = TypeVar("T")
@@ -23,41 +24,6 @@ Bounds = Callable[[Mapping[str, Sequence[int]], Sequence[str]], Sequence[float]]
 """Bounds the bytes that a micro-batch needs at each stage besides the states, given the lengths of the
 sequences of each task that takes part, by name, and the names of all tasks that may take part. Tasks with
 equal lengths need equally much, beside the same others."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """The memory that tasks may use together.
-
-    Args:
-        free: bytes at each stage for states and activations; None = no limit.
-        held: micro-batches whose activations each stage holds at once while all slots are in use.
-    """
-
-    free: tuple[int, ...] | None = None
-    held: tuple[int, ...] = (1,)
-
-    def budget(self, states: Sequence[int], slots: int) -> tuple[float, ...]:
-        """Returns the bytes that one micro-batch may use at each stage, if there is a limit.
-
-        `states` are the bytes of all admitted tasks' states at each stage. If they alone are too much, the
-        result is negative.
-        """
-        assert self.free is not None
-        return tuple(
-            (free - used) / min(held, slots)
-            for free, used, held in zip(self.free, states, self.held, strict=True)
-        )
-
-
-def within(sizes: Sequence[float], budget: Sequence[float]) -> bool:
-    """Whether sizes are at most a budget at each stage."""
-    return all(size <= most for size, most in zip(sizes, budget, strict=True))
-
-
-def sum_of(states: Sequence[Sequence[int]], places: int) -> tuple[int, ...]:
-    """Adds sizes up, stage by stage."""
-    return tuple(sum(state[place] for state in states) for place in range(places))
 
 
 @dataclass(frozen=True)

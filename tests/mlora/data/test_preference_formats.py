@@ -10,7 +10,7 @@ from mlora.data.dataset import Dataset, load_dataset
 from mlora.data.preference import joined
 from mlora.data.record import sequence_lengths
 from mlora.errors import RunError
-from mlora.memory.memory_model import SilentRows
+from mlora.memory.model import SilentRows
 from mlora.objectives.registry import objective_of
 from tiny_run import save_tokenizer, write_jsonl
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from dry_models import CPU, LORAS, OPTIM, llama, loras, of
-from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.dry_run import DryStage, _period
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions, spans_of
+from mlora.memory.adapter_memory import AdapterMemory
+from mlora.memory.model import PeakModel
 from mlora.optim.optim_config import OptimConfig
-from mlora.scheduler import PeakModel
 from peft import LoraConfig
 from tiny_models import FAMILIES, make
 from transformers import PreTrainedModel

@@ -13,8 +13,8 @@ import pytest
 import torch
 from mlora.engine.engine import Engine
 from mlora.engine.measured_samples import MeasuredSamples
-from mlora.engine.memory_limit import MIB, RESERVED, MemoryLimit
 from mlora.errors import MemoryLimitError
+from mlora.memory.room import MIB, RESERVED, MemoryLimit
 from transformers import PreTrainedModel
 
 from tests.mlora.dry_models import OPTIM, llama, loras, of
@@ -269,7 +269,7 @@ from pathlib import Path
 import torch
 from mlora.engine.engine import Engine
 from mlora.errors import MemoryLimitError
-from mlora.memory.process_memory import used_memory
+from mlora.memory.meter import used_memory
 from tests.mlora.dry_models import OPTIM, llama, loras, of
 
 torch.set_num_threads(1)

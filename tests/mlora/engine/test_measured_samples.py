@@ -14,17 +14,17 @@ from limited_runs import Watching, decisions, die, five_tasks, undisturbed
 from mlora.cluster.device import set_allocators
 from mlora.config.config_file import resolve_config
 from mlora.data.dataset import Sample
-from mlora.engine.adapter_memory import seed_shapes, spread
 from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
 from mlora.engine.measured_samples import MeasuredSamples, _growth, _halved
-from mlora.engine.memory_limit import RESERVED, MemoryLimit
 from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError
-from mlora.memory.live_memory import work_memory
-from mlora.memory.process_memory import PeakMemory, used_memory
+from mlora.memory.adapter_memory import seed_shapes, spread
+from mlora.memory.estimate import MemoryEstimate
+from mlora.memory.meter import PeakMemory, used_memory, work_memory
+from mlora.memory.model import PeakModel
+from mlora.memory.room import RESERVED, MemoryLimit
 from mlora.run.run import resume, train
-from mlora.scheduler import MemoryEstimate, PeakModel
 from peft import LoraConfig
 from tiny_run import lines, weights
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from mlora.engine.engine import Engine
-from mlora.memory.live_memory import LiveMemory
+from mlora.memory.meter import LiveMemory
 from mlora.model import attention
 from mlora.model.attention import PackedSequences, packed_attention
 from tiny_models import FAMILIES, VOCABULARY, WINDOW, make

@@ -9,8 +9,8 @@ import torch
 from limited_runs import Watching
 from mlora.config.config_file import resolve_config
 from mlora.engine.engine import Engine
+from mlora.memory.estimate import MemoryEstimate
 from mlora.run.run import train
-from mlora.scheduler import MemoryEstimate
 from tiny_run import run_data, save_base, write_jsonl
 
 MIB = 2**20

@@ -10,13 +10,13 @@ import torch
 from command_line import Run
 from mlora.config.config_file import resolve_config
 from mlora.config.run_config import RunConfig
-from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.dry_run import dry_stages
-from mlora.engine.memory_limit import RESERVED, MemoryLimit
 from mlora.engine.stage_group import StageOptions
+from mlora.memory.adapter_memory import AdapterMemory
+from mlora.memory.room import RESERVED, MemoryLimit
 from mlora.model.base_info import BaseInfo
 from mlora.planning.memory_plan import MemoryPlan, TaskPlan, memory_plan
-from mlora.planning.task_memory import TaskMemory
+from mlora.planning.task_memory import know_task
 from mlora.tasks.task import Task, TaskBuilder
 from tiny_run import run_data, write_run
 
@@ -75,7 +75,7 @@ def test_who_never_fits_is_told_of_the_largest_batch_that_would(
 ) -> None:
     batch: dict[str, Any] = {"per_device_train_batch_size": 400, "shuffle": False}  # wraps around the end
     config, tasks, memory = prepared(tmp_path, tiny_base, 1 << 40, **batch)
-    TaskMemory(memory).know(tasks[0])
+    know_task(memory, tasks[0])
     states = memory.admitted("first")[0]
     few, many = (memory.size("first", tasks[0].next_lengths()[:count]) for count in (100, 400))
     limit = BASE + RESERVED + states + int((few + many) / 2)
@@ -85,16 +85,15 @@ def test_who_never_fits_is_told_of_the_largest_batch_that_would(
         "waits",
         "runs",
     ]  # it may fit once less is kept in reserve
-    monkeypatch.setattr("mlora.engine.memory_limit._LEAST_RESERVED", RESERVED)
+    monkeypatch.setattr("mlora.memory.room._LEAST_RESERVED", RESERVED)
     plan = memory_plan(config, tasks, memory, [BASE])
     (never,) = plan.never
     assert never.name == "first"
     (lower,) = re.findall(r"; lower per_device_train_batch_size to (\d+), or raise the limit", never.verdict)
     fits = int(lower)
     _, tasks, memory = prepared(tmp_path, tiny_base, limit, **batch | {"per_device_train_batch_size": fits})
-    known = TaskMemory(memory)
-    known.know(tasks[0])
-    MemoryLimit(memory, limit, [BASE], 0).check(known.candidate(tasks[0]))
+    know_task(memory, tasks[0])
+    MemoryLimit(memory, limit, [BASE], 0).check(tasks[0].name)
     assert fits > 100  # of the longest samples; of others more would
 
 

@@ -9,11 +9,11 @@ import yaml
 from drifting_runs import drift
 from limited_runs import TASK, Watching, decisions, die, replace_memory, undisturbed
 from mlora.config.config_file import resolve_config
-from mlora.engine.adapter_memory import AdapterMemory
 from mlora.engine.engine import Engine
 from mlora.engine.measured_samples import MeasuredSamples
-from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError
+from mlora.memory.adapter_memory import AdapterMemory
+from mlora.memory.room import MemoryLimit
 from mlora.run.run import resume, train
 from mlora.run.validation import validate
 from mlora.tasks.result import RunResult

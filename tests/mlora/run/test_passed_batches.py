@@ -4,16 +4,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlora.memory.room import Room
 from mlora.run.reporter import Reporter
 from mlora.run.task_table import TaskTable
-from mlora.scheduler import Admission, Room
+from mlora.scheduler import Admission
 from mlora.store.run_folder import RunFolder
 
 
 def table_of(engine: Any, memory: Any, admission: Admission) -> TaskTable:
     tasks: Any = [SimpleNamespace(name=name) for name in admission.slots]
     builder: Any = None
-    memory.adapters = None
     table = TaskTable(engine, builder, tasks, {}, RunFolder("nowhere"), Reporter(), memory)
     table.admission = admission
     return table
@@ -32,9 +32,7 @@ def test_what_processes_keep_is_read_when_nothing_is_under_way(idle: bool) -> No
 
 
 @pytest.mark.parametrize(("budget", "foreseen"), [(-500.0, 400.0), (600.0, 600.0)])
-def test_a_task_that_goes_on_beyond_the_limit_is_foreseen_to(
-    budget: float, foreseen: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_that_goes_on_beyond_the_limit_is_foreseen_to(budget: float, foreseen: float) -> None:
     """Else each of its peaks would be kept in reserve, which leaves the less for the next one."""
     told: list[Any] = []
     asked: list[Any] = []
@@ -43,10 +41,10 @@ def test_a_task_that_goes_on_beyond_the_limit_is_foreseen_to(
         room=lambda: Room((100,), (3,)),
         took=lambda tasks, foreseen, *_: told.append(foreseen),
         estimate=SimpleNamespace(as_adopted=adopted),
+        adapters=SimpleNamespace(largest=lambda name: [7, 7]),
     )
     engine = SimpleNamespace(idle=False, peak_memory=900, adapters=["a"])
     table = table_of(engine, memory, Admission({"a": 0}, 1, (budget,)))
-    monkeypatch.setattr(table, "candidate", lambda _: SimpleNamespace(largest=[7, 7]))
     table.passed([])
     assert asked == [({"a": [7, 7]}, ["a"])]
     assert told == [[foreseen]], "one slot is in use, whatever else a stage could hold"

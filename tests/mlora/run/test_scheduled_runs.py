@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 import pytest
-from mlora.memory.peak_model import LEAST_MARGIN, PER_DOUBLING, SEEDED_MARGIN
-from mlora.scheduler import MemoryEstimate
+from mlora.memory.estimate import MemoryEstimate
+from mlora.memory.model import LEAST_MARGIN, PER_DOUBLING, SEEDED_MARGIN
 from scheduled_runs import simulate
 
 REST = [pytest.param(first, 120, marks=pytest.mark.nightly) for first in range(40, 1000, 120)]

@@ -24,11 +24,11 @@ from limited_runs import (
 from mlora.config.config_file import resolve_config
 from mlora.engine.adapter_state import BatchResult
 from mlora.engine.engine import Engine
-from mlora.engine.memory_limit import MemoryLimit
 from mlora.errors import RunError
+from mlora.memory.estimate import MemoryEstimate
+from mlora.memory.room import MemoryLimit
 from mlora.run.evaluation import Fits, evaluate_losses
 from mlora.run.run import resume, train
-from mlora.scheduler import MemoryEstimate
 from mlora.store.run_folder import RunFolder
 from mlora.tasks.result import RunResult
 from mlora.tasks.task import Task

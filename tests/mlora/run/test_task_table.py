@@ -15,12 +15,11 @@ from mlora.data.dataset import Sample
 from mlora.data.record import sequence_lengths
 from mlora.data.sampler import BatchPlan
 from mlora.data.token_table import Samples
-from mlora.engine.memory_limit import AdmissionCandidate
+from mlora.memory.room import Room
 from mlora.objectives.objective import CrossEntropy
 from mlora.run.decisions import Decisions
 from mlora.run.reporter import Reporter
 from mlora.run.task_table import TaskTable
-from mlora.scheduler import Room
 from mlora.store.queue import Request
 from mlora.store.run_folder import RunFolder
 from mlora.tasks.groups import Group
@@ -74,31 +73,33 @@ class FakeMemory:
         self.estimate, self.base, self.reserved, self.limit = Estimate(), [0], 0, FREE
         self.adapters, self.fresh = self, True
         self._takes: dict[str, int] = {}
+        self._batches: dict[str, Any] = {}
 
-    def know(self, name: str, lora: Any, optim: Any, longest: int, **options: bool) -> None:
-        self._takes[name] = optim
+    def know(self, name: str, lora: Any, optim: Any, longest: int, *, batches: Any, **_: Any) -> None:
+        self._takes[name], self._batches[name] = optim, batches
 
     def knows(self, name: str) -> bool:
         return name in self._takes
 
-    def check(self, one: AdmissionCandidate) -> None:
-        if not self.fits(one):
+    def check(self, name: str) -> None:
+        if not self.fits(name):
             raise ValueError("is too large")
 
     def look_again(self, tasks: Any) -> None:
         """Nothing grows."""
 
-    def fits_barely(self, one: AdmissionCandidate) -> bool:
-        return self.fits(one)
+    def fits_barely(self, name: str) -> bool:
+        return self.fits(name)
 
-    def fits(self, one: AdmissionCandidate) -> bool:
-        return self._takes[one.name] + sum(one.largest) <= FREE
+    def fits(self, name: str) -> bool:
+        return self._takes[name] + sum(self.largest(name)) <= FREE
 
     def admitted(self, name: str) -> tuple[int, ...]:
         return (self._takes[name],)
 
-    def size(self, name: str, lengths: Any) -> float:
-        return float(sum(lengths))
+    def largest(self, name: str, batch_size: int | None = None) -> list[int]:
+        found: list[int] = self._batches[name](lambda lengths: float(sum(lengths)), batch_size)
+        return found
 
     def room(self) -> Room:
         return Room((FREE,))

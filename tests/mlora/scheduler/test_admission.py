@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlora.scheduler import ORDERS, PLACEMENTS, MemoryNeed, Room, admit, next_batch, within
+from mlora.memory.room import Room, within
+from mlora.scheduler import ORDERS, PLACEMENTS, MemoryNeed, admit, next_batch
 
 
 class PerRow:

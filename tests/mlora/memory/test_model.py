@@ -5,8 +5,8 @@ import math
 import random
 
 import pytest
-from mlora.memory.memory_model import BatchShape
-from mlora.scheduler import MemoryModel, PeakModel
+from mlora.memory.model import BatchShape, PeakModel
+from mlora.scheduler import MemoryModel
 
 TRUE = (8.4e6, 43_500.0, 3.25)
 

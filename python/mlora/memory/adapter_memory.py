@@ -10,13 +10,11 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from mlora.engine.dry_run import DryStage, States
 from mlora.memory.estimate import MemoryEstimate, MemorySample
-from mlora.memory.memory_model import SilentRows
+from mlora.memory.model import SilentRows
 from mlora.optim.optim_config import OptimConfig
-from mlora.scheduler import sum_of
 from mlora_ext.adapters.lora_config import equally_large
 
 if TYPE_CHECKING:
@@ -33,6 +31,49 @@ rows of the longest sequence that they will have, and whether some sequences are
 """
 
 
+Size = Callable[[Sequence[int]], float]
+Batches = Callable[[Size, int | None], Sequence[int]]
+"""Returns the sequence lengths of an adapter's largest micro-batch by a size, if a batch had at most so many
+sequences (None: as many as it has)."""
+
+
+class StageSizes(Protocol):
+    """A stage that tells sizes from shapes alone: `mlora.engine.dry_run.DryStage`."""
+
+    @property
+    def knees(self) -> Sequence[int | None]: ...
+
+    def states(self, lora: LoraConfig, optim: OptimConfig) -> States: ...
+
+    def activations(
+        self, loras: Mapping[str, LoraConfig], shapes: Sequence[Mapping[str, Sequence[int]]]
+    ) -> Sequence[Sequence[int]]: ...
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes that one adapter takes on one stage, whether or not it has a micro-batch there.
+
+    Attributes:
+        weights: rounded up to whole pages of the layers' banks; with what a kind of adapter keeps beside
+            them, such as DoRA's norms.
+        update: what the optimizer takes during an update and then gives back.
+        ranks: the rank of each adapted layer or parameter; of one whose kind is not plain LoRA a second time,
+            under its name and kind.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    update: int
+    ranks: tuple[tuple[str, int], ...]
+
+    @property
+    def total(self) -> int:
+        """The most that the adapter holds between updates."""
+        return self.weights + self.gradients + self.moments
+
+
 @dataclass
 class _Known:
     """An adapter: its config, its states at each stage, and the rows of its longest sequence."""
@@ -42,6 +83,8 @@ class _Known:
     longest: int
     silent: bool = False  # whether it has sequences that are run without gradient, such as references
     start: str | None = None  # what it began with, if that stays beside it
+    batches: Batches | None = None
+    largest: Sequence[int] = ()  # once something is known of its mixture
 
     @property
     def beside(self) -> tuple[int, ...]:
@@ -57,7 +100,7 @@ class _Known:
 class AdapterMemory:
     """What adapters need at each stage; `samples` defaults to dry runs of the stages, which serve the CPU."""
 
-    def __init__(self, stages: Sequence[DryStage], samples: MemorySamples | None = None) -> None:
+    def __init__(self, stages: Sequence[StageSizes], samples: MemorySamples | None = None) -> None:
         self.estimate = MemoryEstimate(self._mixture, self._dry_run, [stage.knees for stage in stages])
         self._stages = stages
         self._samples = samples or self._dry_samples
@@ -73,12 +116,14 @@ class AdapterMemory:
         silent: bool = False,
         start: str | None = None,
         trained: bool = True,
+        batches: Batches | None = None,
     ) -> None:
         """Takes in an adapter whose longest sequence will have `longest` rows; most other methods need this.
 
         One of EVA counts with the most ranks that it can get. `silent`: some of its sequences are run
         without gradient. `start`: names the weights that it began with, if they stay beside it; adapters
-        with the same ones share them. `trained`: whether it has gradients and an optimizer.
+        with the same ones share them. `trained`: whether it has gradients and an optimizer. `batches`: of
+        its data; `largest` needs them.
 
         Raises ValueError if the adapter cannot be put on the base.
         """
@@ -86,7 +131,7 @@ class AdapterMemory:
         states = [stage.states(lora, optim) for stage in self._stages]
         if not trained:
             states = [replace(state, gradients=0, moments=0, update=0) for state in states]
-        self._known[name] = _Known(lora, states, longest, silent, start)
+        self._known[name] = _Known(lora, states, longest, silent, start, batches)
         self.estimate.forget_keys()
 
     def forget(self, name: str) -> None:
@@ -126,7 +171,7 @@ class AdapterMemory:
             if known.start not in counted:
                 counted.add(known.start)
                 sizes.append(known.beside)
-        return sum_of(sizes, len(self._stages))
+        return tuple(sum(own[place] for own in sizes) for place in range(len(self._stages)))
 
     def _with_those_beside(self, name: str, size: Callable[[States], int]) -> tuple[int, ...]:
         known = self._known[name]
@@ -136,9 +181,22 @@ class AdapterMemory:
         """Returns the bytes of an adapter's optimizer states at each stage."""
         return tuple(state.moments for state in self._known[name].states)
 
-    def size(self, name: str, lengths: Sequence[int]) -> float:
-        """Returns the bytes that a micro-batch of an adapter alone needs, at the stage that needs most."""
-        return max(self.estimate.predict({name: lengths}, [name]))
+    def largest(self, name: str, batch_size: int | None = None) -> Sequence[int]:
+        """Returns the sequence lengths of an adapter's largest micro-batch, with at most `batch_size`."""
+        known = self._known[name]
+        assert known.batches is not None
+
+        def size(lengths: Sequence[int]) -> float:
+            return max(self.estimate.predict({name: lengths}, [name]))
+
+        if batch_size is not None:
+            return known.batches(size, batch_size)
+        if not known.largest:
+            found = known.batches(size, None)
+            if not size(found):  # nothing is known yet
+                return found
+            known.largest = found
+        return known.largest
 
     def _mixture(self, names: Sequence[str]) -> str:
         """Returns a key, equal where rows take equal memory: the adapted layers and their highest ranks.

@@ -1,12 +1,14 @@
-"""Live storages, and the memory of a micro-batch that is measured with them."""
+"""What a process has in use; live storages, and the memory of a micro-batch measured with them."""
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from mlora.engine.engine import Engine
-from mlora.memory.live_memory import LiveMemory
+from mlora.memory import meter
+from mlora.memory.meter import LiveMemory, left_by_runs, used_at_first
 from tiny_models import make, samples
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -181,3 +183,36 @@ def test_a_parameter_that_backward_never_reached_gets_no_gradient() -> None:
     assert parameters[0].grad is not None
     parameters[0].grad.add_(1.0)
     assert list(optimizer.gradients()) == [0]
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    """As in a process that has made no run yet."""
+    used_at_first.cache_clear()
+    yield
+    used_at_first.cache_clear()
+
+
+@pytest.mark.usefixtures("anew")
+def test_what_runs_leave_is_what_came_since_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for used in (500, 450, 700, 520):
+        monkeypatch.setattr(meter, "used_memory", lambda _, used=used: used)
+        found.append(left_by_runs(torch.device("cpu")))
+    assert found == [0, 0, 200, 20]
+
+
+def test_free_memory_is_no_more_than_control_groups_leave(tmp_path: Path) -> None:
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    own = tmp_path / "cgroup"
+    own.write_text("0::/outer/inner\n")
+    for folder, limit in ((inner, "1000"), (inner.parent, "max")):
+        (folder / "memory.max").write_text(limit + "\n")
+        (folder / "memory.current").write_text("700\n")
+        (folder / "memory.stat").write_text("anon 500\ninactive_file 100\nactive_file 50\n")
+    assert meter._left_by_groups(tmp_path, own) == [1000 - 700 + 150]
+    (inner.parent / "memory.max").write_text("750\n")
+    assert meter._left_by_groups(tmp_path, own) == [450, 200]
+    own.write_text("3:memory:/elsewhere\n")
+    assert meter._left_by_groups(tmp_path, own) == []

@@ -1,4 +1,4 @@
-"""What a memory limit leaves for adapters, and what they need of it.
+"""The room: what a limit on memory leaves for adapters, and whether they fit.
 
 The limit is on a process's resident memory on a CPU, and on the allocator's memory on a GPU. The base model
 and the libraries are measured once the model is loaded. Adapters' needs are predicted from samples before
@@ -15,11 +15,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlora.engine.adapter_memory import AdapterMemory
 from mlora.errors import MemoryLimitError
-from mlora.scheduler import Room
+
+if TYPE_CHECKING:
+    from mlora.memory.adapter_memory import AdapterMemory
 
 MIB = 2**20
 RESERVED = 96 * MIB  # what the libraries and the interpreter still take when training begins
@@ -29,17 +30,38 @@ _TOLD = 8 * MIB  # growth of the base that is worth a new decision
 
 
 @dataclass(frozen=True)
-class AdmissionCandidate:
-    """An adapter that wants to train.
+class Room:
+    """The memory that tasks may use together.
 
-    Attributes:
-        largest: sequence lengths of its largest micro-batch, in rows.
-        fewer: returns those of its largest micro-batch if a batch had at most so many sequences.
+    Args:
+        free: bytes at each stage for states and activations; None = no limit.
+        held: micro-batches whose activations each stage holds at once while all slots are in use.
     """
 
-    name: str
-    largest: Sequence[int]
-    fewer: Callable[[int], Sequence[int]]
+    free: tuple[int, ...] | None = None
+    held: tuple[int, ...] = (1,)
+
+    def budget(self, states: Sequence[int], slots: int) -> tuple[float, ...]:
+        """Returns the bytes that one micro-batch may use at each stage, if there is a limit.
+
+        `states` are the bytes of all admitted tasks' states at each stage. If they alone are too much, the
+        result is negative.
+        """
+        assert self.free is not None
+        return tuple(
+            (free - used) / min(held, slots)
+            for free, used, held in zip(self.free, states, self.held, strict=True)
+        )
+
+
+def within(sizes: Sequence[float], budget: Sequence[float]) -> bool:
+    """Whether sizes are at most a budget at each stage."""
+    return all(size <= most for size, most in zip(sizes, budget, strict=True))
+
+
+def sum_of(states: Sequence[Sequence[int]], places: int) -> tuple[int, ...]:
+    """Adds sizes up, stage by stage."""
+    return tuple(sum(state[place] for state in states) for place in range(places))
 
 
 class MemoryLimit:
@@ -177,7 +199,7 @@ class MemoryLimit:
         self._more, self._passed, self._grown = state["more"], state["passed"], state["grown"]
         self._smallest = list(map(min, self._smallest, state["smallest"]))
 
-    def check(self, one: AdmissionCandidate) -> None:
+    def check(self, name: str) -> None:
         """Raises MemoryLimitError (see `refusal`) for an adapter that fits alone in no process.
 
         Goes by samples, the least reserve, and the smallest base that any process of the run had when it was
@@ -186,37 +208,37 @@ class MemoryLimit:
         """
         if fault := nothing_left(self.limit, self._name, self._smallest):
             raise MemoryLimitError(fault)
-        bounds = self._by_samples(one)
+        bounds = self.estimate.by_samples(*self._alone(name))
         if math.inf in bounds:
-            parts = zip(self._smallest, self.adapters.begun(one.name), strict=True)
+            parts = zip(self._smallest, self.adapters.begun(name), strict=True)
             fits = all(base + RESERVED + begun < self.limit for base, begun in parts)
         else:
             taken = [base + self._least for base in self._smallest]
-            fits = max(self._together(one, bounds, taken)) <= self.limit
+            fits = max(self._together(name, bounds, taken)) <= self.limit
         if not fits:
-            raise MemoryLimitError(self.refusal(one, for_good=True))
+            raise MemoryLimitError(self.refusal(name, for_good=True))
 
-    def fits(self, one: AdmissionCandidate) -> bool:
+    def fits(self, name: str) -> bool:
         """Whether an adapter fits alone, with today's base and reserve."""
         taken = [base + self.reserved for base in self.base]
-        return max(self._together(one, self._bounds(one), taken)) <= self.limit
+        return max(self._together(name, self.estimate.activations(*self._alone(name)), taken)) <= self.limit
 
-    def fits_barely(self, one: AdmissionCandidate) -> bool:
+    def fits_barely(self, name: str) -> bool:
         """Whether an adapter fits if it is alone and stays alone.
 
         The base may then grow into the least reserve, and samples count where measurements only widened the
         margin.
         """
-        return self._barely(one) <= self.limit
+        return self._barely(name) <= self.limit
 
-    def no_room(self, waiting: Sequence[AdmissionCandidate]) -> str:
+    def no_room(self, waiting: Sequence[str]) -> str:
         """Returns why none can begin in this process though `check` passes them, and what would help.
 
         None of them may fit barely.
         """
         if not self.fresh:
             return "not enough memory in this process, which has grown; go on in a new one"
-        missing = min(self._barely(one) for one in waiting) - self.limit
+        missing = min(self._barely(name) for name in waiting) - self.limit
         less, to = "less", ""
         if missing != math.inf:
             less, to = f"{in_units(missing)} less", f" to {math.ceil((self.limit + missing) / MIB)} MiB"
@@ -225,33 +247,30 @@ class MemoryLimit:
             f"go on in one that uses {less}, or raise {self._name}{to}"
         )
 
-    def _barely(self, one: AdmissionCandidate) -> float:
+    def _barely(self, name: str) -> float:
         """Returns the bytes in use at the fullest stage while an adapter is alone and stays alone."""
-        likely = self.estimate.predict({one.name: one.largest}, [one.name])
-        known = zip(self._bounds(one), self._by_samples(one), likely, strict=True)
+        estimate, alone = self.estimate, self._alone(name)
+        likely, bounded = estimate.predict(*alone), estimate.activations(*alone)
+        known = zip(bounded, estimate.by_samples(*alone), likely, strict=True)
         bounds = [max(min(bound, sampled), size) for bound, sampled, size in known]
         now = [base + self._more + self._pieces for base in self.base]
         loaded = [base + self._least for base in self._loaded]
-        return max(self._together(one, bounds, list(map(max, now, loaded))))
+        return max(self._together(name, bounds, list(map(max, now, loaded))))
 
     @property
     def _least(self) -> int:
         return _LEAST_RESERVED + self._pieces
 
-    def _together(
-        self, one: AdmissionCandidate, bounds: Sequence[float], taken: Sequence[int]
-    ) -> list[float]:
+    def _together(self, name: str, bounds: Sequence[float], taken: Sequence[int]) -> list[float]:
         """Returns the bytes in use at each stage with an adapter."""
-        parts = zip(bounds, self.adapters.admitted(one.name), taken, strict=True)
+        parts = zip(bounds, self.adapters.admitted(name), taken, strict=True)
         return [bound + states + used for bound, states, used in parts]
 
-    def _bounds(self, one: AdmissionCandidate) -> Sequence[float]:
-        return self.estimate.activations({one.name: one.largest}, [one.name])
+    def _alone(self, name: str, batch_size: int | None = None) -> tuple[dict[str, Sequence[int]], list[str]]:
+        """Returns an adapter's largest micro-batch and its mixture, as the estimate is asked about them."""
+        return {name: self.adapters.largest(name, batch_size)}, [name]
 
-    def _by_samples(self, one: AdmissionCandidate) -> Sequence[float]:
-        return self.estimate.by_samples({one.name: one.largest}, [one.name])
-
-    def refusal(self, one: AdmissionCandidate, *, for_good: bool = False) -> str:
+    def refusal(self, name: str, *, for_good: bool = False) -> str:
         """Returns why an adapter does not fit and what would: the largest batch, or a limit.
 
         `for_good` goes by what `check` goes by, otherwise by what is known today.
@@ -259,10 +278,10 @@ class MemoryLimit:
         bounds_of, at_base, reserved = self.estimate.activations, self.base, self.reserved
         if for_good:
             bounds_of, at_base, reserved = self.estimate.by_samples, self._smallest, self._least
-        bounds = bounds_of({one.name: one.largest}, [one.name])
+        bounds = bounds_of(*self._alone(name))
         if for_good and math.inf in bounds:
             reserved = RESERVED
-        states, lengths = self.adapters.admitted(one.name), one.largest
+        states, lengths = self.adapters.admitted(name), self.adapters.largest(name)
         taken = self.taken(at_base, reserved)
         if math.inf in bounds:
             return (
@@ -271,11 +290,11 @@ class MemoryLimit:
             )
         needs = [size + state for size, state in zip(bounds, states, strict=True)]
         used = [base + reserved for base in at_base]
-        would = math.ceil(max(self._together(one, bounds, used)) / MIB)
+        would = math.ceil(max(self._together(name, bounds, used)) / MIB)
 
         def too_much(batch: int) -> bool:
-            found = bounds_of({one.name: one.fewer(batch)}, [one.name])
-            return max(self._together(one, found, used)) > self.limit
+            found = bounds_of(*self._alone(name, batch))
+            return max(self._together(name, found, used)) > self.limit
 
         fits = bisect_left(range(1, len(lengths)), True, key=too_much)
         lower = "even one sequence is too much;"

@@ -5,16 +5,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlora.engine.memory_limit import MIB, AdmissionCandidate, MemoryLimit
+from mlora.memory.estimate import MemoryEstimate
+from mlora.memory.room import MIB, MemoryLimit
 from mlora.run.status_publisher import StatusPublisher
-from mlora.scheduler import Admission, MemoryEstimate
-
-ONE = AdmissionCandidate("a", [80], lambda count: [80] * min(count, 1))
+from mlora.scheduler import Admission
 
 
 def memory_of(estimate: Any, look: Any = None, base: int = 500 * MIB, earlier: int = 0) -> MemoryLimit:
     adapters: Any = SimpleNamespace(
-        estimate=estimate, at_rest=lambda names: (0,), admitted=lambda name: (5,), knows=lambda name: True
+        estimate=estimate,
+        at_rest=lambda names: (0,),
+        admitted=lambda name: (5,),
+        knows=lambda name: True,
+        largest=lambda name, batch_size=None: [80] * min(1 if batch_size is None else batch_size, 1),
     )
     return MemoryLimit(adapters, 4 << 30, [base], base, look=look, earlier=earlier)
 
@@ -108,19 +111,19 @@ def test_a_task_is_refused_for_what_never_changes_only() -> None:
     estimate = MemoryEstimate("+".join, lambda names: samples)
     memory = memory_of(estimate)
     memory.limit = 500 * MIB + 32 * MIB + 84 * MIB
-    memory.check(ONE)
-    assert memory.fits_barely(ONE)
-    assert not memory.fits(ONE)
+    memory.check("a")
+    assert memory.fits_barely("a")
+    assert not memory.fits("a")
     memory.took([], [100 * MIB], peak=500 * MIB, after=[600 * MIB])
     estimate.observe([80], ["a"], [[78 * MIB]])
     estimate.adopt()
-    memory.check(ONE)
-    assert not memory.fits_barely(ONE)
+    memory.check("a")
+    assert not memory.fits_barely("a")
     memory.limit -= MIB
     with pytest.raises(
         ValueError, match="the base model and libraries take 500 MiB, and 32 MiB are kept in reserve"
     ):
-        memory.check(ONE)
+        memory.check("a")
 
 
 def test_growth_takes_from_the_least_reserve_of_a_task_that_stays_alone() -> None:
@@ -134,8 +137,8 @@ def test_growth_takes_from_the_least_reserve_of_a_task_that_stays_alone() -> Non
         used[:] = [now * MIB]
         memory.look_again([])
         assert memory.base == [now * MIB]
-        assert memory.fits_barely(ONE) is fits, now
-        assert not memory.fits(ONE)
+        assert memory.fits_barely("a") is fits, now
+        assert not memory.fits("a")
 
 
 def test_the_smallest_base_of_all_processes_is_what_refusals_go_by() -> None:
@@ -147,15 +150,15 @@ def test_the_smallest_base_of_all_processes_is_what_refusals_go_by() -> None:
         memory.limit = 490 * MIB + 32 * MIB + 84 * MIB
         return memory
 
-    process(489).check(ONE)
-    process(600, earlier=111).check(ONE)
+    process(489).check("a")
+    process(600, earlier=111).check("a")
     with pytest.raises(ValueError, match="the base model and libraries take 492 MiB"):
-        process(600, earlier=108).check(ONE)
+        process(600, earlier=108).check("a")
     memory = process(600)
     memory.load_state(process(489).state())
     memory.load_state(process(700).state())
-    memory.check(ONE)
-    assert not memory.fits_barely(ONE)  # in this process
+    memory.check("a")
+    assert not memory.fits_barely("a")  # in this process
 
 
 def test_what_cannot_be_measured_is_refused_where_no_process_could() -> None:
@@ -163,12 +166,12 @@ def test_what_cannot_be_measured_is_refused_where_no_process_could() -> None:
     memory = memory_of(estimate)
     memory.adapters.begun = lambda name: (3,)  # type: ignore[method-assign]
     memory.limit = 596 * MIB + 4
-    memory.check(ONE)
+    memory.check("a")
     memory.limit -= 1
     with pytest.raises(
         ValueError, match="and 96 MiB are kept in reserve: too little is left to measure what a"
     ):
-        memory.check(ONE)
+        memory.check("a")
 
 
 def test_a_new_process_forgets_what_another_one_had_taken() -> None:
