@@ -91,12 +91,16 @@ def kernels(library: Path, architecture: str | None = None) -> list[Kernel]:
     return sorted(found.values(), key=lambda kernel: (kernel.architecture, kernel.name))
 
 
-@lru_cache(maxsize=1)
 def machine_code(library: Path, architecture: str) -> dict[str, list[str]]:
     """Returns the lines with an instruction of each function, by its mangled name.
 
     The disassembler takes 15 s, so what was asked for last is kept. `architecture`: "" for a cubin.
     """
+    return _disassembled(library, architecture, library.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _disassembled(library: Path, architecture: str, written: int) -> dict[str, list[str]]:
     tool = cuobjdump()
     assert tool is not None
     # a cubin has one target, and does not name it
