@@ -13,8 +13,18 @@ from typing import Annotated, Any
 
 import typer
 
-from mlora.cli.adapter_source import by_answer, chosen_of, find_adapters, of_checkpoints, served, template_of
-from mlora.cli.answers import answers_of, check_prompts, load, tokens_of
+from mlora.cli.answers import (
+    answers_of,
+    by_answer,
+    check_prompts,
+    chosen_of,
+    find_adapters,
+    load,
+    of_checkpoints,
+    served,
+    template_of,
+    tokens_of,
+)
 from mlora.cli.common import begin, command, quantized_files
 from mlora.errors import RunError
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlora.config.adapter_config import AdapterConfig
+from mlora.config.adapter_config import AdapterConfig, unknown_metric
 from mlora.config.aliases import nearest
-from mlora.config.best_rule import unknown_metric
 from mlora.config.sections import FORMATS, OF_TASKS, WITH_MESSAGES, WITH_PROMPTS
 from mlora.config.strict import Location, wrong_keys
 from mlora.config.training_fields import TrainingFields

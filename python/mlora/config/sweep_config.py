@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from mlora.config.best_rule import (
+from mlora.config.adapter_config import (
     NEEDS_CLASSIFIER,
     OF_REGRESSION,
     greater_is_better,

@@ -23,7 +23,7 @@ class TrainingFields(Strict):
     ``warmup_steps``, ``eval_steps``, ``logging_steps`` and ``save_steps`` below 1 are ratios of the adapter's
     total steps, as in Transformers. ``max_length`` and ``assistant_only_loss`` are TRL's.
     ``load_best_model_at_end`` defaults to true with ``early_stopping_patience`` and to false without it; see
-    `mlora.config.best_rule`.
+    `mlora.config.adapter_config`.
     """
 
     per_device_train_batch_size: int = Field(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from mlora.data.chat import ChatTemplate, Message, messages_of_key
+from mlora.data.chat import ChatTemplate, Message, messages_of_key, refuse_marks
 from mlora.data.preference import Judged, Pair
 from mlora.data.record import (
     NOT_TRAINED,
@@ -24,7 +24,6 @@ from mlora.data.record import (
     text_ids,
     text_of_key,
 )
-from mlora.data.trained_parts import refuse_marks
 from mlora.objectives.registry import Style
 
 if TYPE_CHECKING:

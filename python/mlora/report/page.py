@@ -14,8 +14,7 @@ from mlora.report.charts import Chart, Form, Series, chart, spreads
 from mlora.report.history import MOST, Curve, Point
 from mlora.report.numbers import count, duration, number, percent, size
 from mlora.report.read import Adapter, Run
-from mlora.report.results import result_columns
-from mlora.report.settings import settings_of, versions_of
+from mlora.report.results import result_columns, settings_of, versions_of
 from mlora.store.requests import ENDED
 
 OPEN = 6  # adapters whose parts are open when the page is; of more, only a small chart of each is seen

@@ -6,11 +6,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from mlora.config.adapter_config import AdapterConfig
-from mlora.config.best_rule import OF_REGRESSION
+from mlora.config.adapter_config import OF_REGRESSION, AdapterConfig
 from mlora.config.sections import OF_TASKS, DatasetConfig
-from mlora.data.found_labels import FoundLabels, find_labels
-from mlora.data.label_formats import LabelRules
+from mlora.data.label_formats import FoundLabels, LabelRules, find_labels
 from mlora.data.readers import Row
 from mlora.data.source import sources_of
 from mlora.errors import RunError

@@ -19,8 +19,7 @@ from mlora.config.run_config import RunConfig
 from mlora.config.sections import WITH_MESSAGES, DatasetConfig
 from mlora.data.chat import with_template
 from mlora.data.dataset import Dataset, held_out, joined, load_dataset
-from mlora.data.found_labels import FoundLabels, find_labels
-from mlora.data.label_formats import LabelRules
+from mlora.data.label_formats import FoundLabels, LabelRules, find_labels
 from mlora.data.preference import joined as joint
 from mlora.data.record import Sample, sequence_lengths
 from mlora.data.sampler import BatchPlan, task_seed

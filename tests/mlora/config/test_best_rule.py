@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mlora.config.best_rule import BestRule
+from mlora.config.adapter_config import BestRule
 from mlora.config.config_file import dump_config, resolve_config
 from mlora.errors import RunError
 from mlora.objectives.registry import takes

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlora.data.chat import overlapping
 from mlora.data.dataset import Dataset, load_dataset
-from mlora.data.trained_parts import overlapping
 from mlora.errors import RunError
 from tiny_run import save_tokenizer, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers

@@ -11,8 +11,7 @@ from mlora.config.adapter_config import AdapterConfig
 from mlora.config.config_file import resolve_config
 from mlora.config.sections import DatasetConfig
 from mlora.data.dataset import load_dataset
-from mlora.data.found_labels import FoundLabels, find_labels
-from mlora.data.label_formats import LabelRules
+from mlora.data.label_formats import FoundLabels, LabelRules, find_labels
 from mlora.data.readers import Row
 from mlora.data.source import Source
 from mlora.errors import RunError
