@@ -122,7 +122,7 @@ def drift(seed: int, patch: pytest.MonkeyPatch) -> Outcome:
     """Run random tasks to their end, in as many processes as that takes."""
     patch.setattr("mlora.planning.task_memory.read_config", lambda _: None)
     patch.setattr(
-        "mlora.run.task_table.submitted",
+        "mlora.run.decisions.submitted",
         lambda name, _: (SimpleNamespace(name=name, objective="cross_entropy"), []),
     )
     patch.setattr("mlora.run.task_table.set_aside", lambda e, t, folder: e.remove_adapter(t.name))

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 from mlora.cluster.signals import Interrupted
 from mlora.config.run_config import RunConfig
-from mlora.memory.room import Room, sum_of
+from mlora.errors import RunError, reason_of
+from mlora.memory.room import MemoryLimit, Room, sum_of
 from mlora.planning.task_memory import know_task
+from mlora.run.reporter import some
 from mlora.run.status_publisher import StatusPublisher
 from mlora.run.task_states import longer_files, state_file
-from mlora.run.task_table import TaskTable
+from mlora.run.task_table import TaskEvent, TaskTable
 from mlora.scheduler import ORDERS, PLACEMENTS, Admission, Bounds, admit
 from mlora.store.checkpoint import FORMAT
-from mlora.store.queue import TaskQueue
+from mlora.store.queue import Request, TaskQueue
+from mlora.store.submission import submitted
 from mlora.sweep.ranking import Proposal
 from mlora.tasks.groups import slot_count
-from mlora.tasks.task import Task
+from mlora.tasks.task import Task, check_loss
 
 
 class Decisions:
@@ -49,11 +53,15 @@ class Decisions:
         self._decided = 0  # the last iteration that a checkpoint holds, or under which a decision is recorded
         self._asked = False
         self._beyond: set[str] = set()
+        self._left: list[str] = []
+        self._proposed: list[dict[str, Any]] = []
+        self.stopping: Callable[[], bool] = lambda: False
+        """Whether a signal asks the run to end: then the resume takes what is left to take."""
 
     def start(self, entry: Mapping[str, Any] | None = None) -> None:
         """Admits the first tasks, as the journaled decision `entry` says if there is one."""
-        self._table.look_at(self._table.alive(), entry["unfit"] if entry else None)
-        self._table.carry_out(self._admission(entry))
+        for event in chain(self._refusals(self._table.alive(), entry), self._admissions(entry)):
+            self._table.apply(event)
 
     def _remember(self, state: Mapping[str, Any]) -> None:
         """Restores what was learned about memory, if the run has a limit and had one then."""
@@ -164,21 +172,34 @@ class Decisions:
         return iteration + (iteration == self._decided) if self._wanted() or self.unsettled() else None
 
     def decide(self, iteration: int, *, at_once: bool = False) -> list[Task]:
-        """Takes requests, decides which tasks are admitted, and returns those that are new on the engine.
+        """Decides what happens at a boundary, or repeats what was journaled; returns the admitted new tasks.
 
-        `iteration` comes from `due`; `at_once` says that it is one more than all groups have made.
+        `iteration` comes from `due`; `at_once` says that it is one more than all groups have made. Each event
+        is carried out before the next is decided; the journal has them before anybody is put on the engine.
         """
         assert self._queue is not None
-        self._asked, self._decided = False, iteration
-        again = self._again.pop(iteration, None)
-        unfit = again["unfit"] if again else None
+        self._asked, self._decided, self._proposed = False, iteration, []
+        again, before = self._again.pop(iteration, None), set(self._table.engine.adapters)
+        for event in self._events(self._queue, again):
+            if event.kind == "admitted" and again is None:
+                entry = {**self._entry(event.admission), "proposals": self._proposed, "at_once": at_once}
+                self._queue.write_entry(iteration, entry)
+            self._table.apply(event)
+        self.show()
+        return [task for task in self._table.admitted() if task.name not in before]
+
+    def _events(self, queue: TaskQueue, again: Mapping[str, Any] | None) -> Iterator[TaskEvent]:
+        """Yields what happens: requests are taken, trials pruned and begun, tasks admitted.
+
+        After a signal no more requests are taken: the resume takes them.
+        """
         behind = self._sweep.judge() if self._sweep else []
-        for request in self._queue.requests(self.taken):
-            if self._table.stopping() if again is None else request.number > again["taken"]:
+        for request in queue.requests(self.taken):
+            if self.stopping() if again is None else request.number > again["taken"]:
                 self._asked = True
                 break
             try:
-                self._table.take(request, unfit)
+                yield from self._asked_for(request, again)
             except Interrupted:
                 self._asked = True
                 break
@@ -188,18 +209,76 @@ class Decisions:
             proposals = [Proposal(**values) for values in again["proposals"]]
         elif self._sweep:
             proposals = self._sweep.proposals(behind)
-        proposed = []
         with suppress(Interrupted):
             for proposal in proposals:  # each may depend on the one before
-                self._table.accept(proposal, unfit)
-                proposed.append(asdict(proposal))
-        admission = self._admission(again)
-        if again is None:
-            entry = {**self._entry(admission), "proposals": proposed, "at_once": at_once}
-            self._queue.write_entry(iteration, entry)
-        new = self._table.carry_out(admission)
-        self.show()
-        return new
+                task = self._table.named(proposal.task)
+                if proposal.trial is not None:
+                    yield from self._arrival(proposal.task, proposal.trial, again)
+                elif task is not None and task.alive:
+                    yield TaskEvent("pruned", task.name, "fell behind the other trials")
+                self._proposed.append(asdict(proposal))
+        yield from self._admissions(again)
+
+    def _asked_for(self, request: Request, again: Mapping[str, Any] | None) -> Iterator[TaskEvent]:
+        """Yields what comes of a user's request, as far as it is still possible."""
+        task = self._table.named(request.task)
+        step = task.progress.step if task else 0
+        if request.kind == "submit":
+            yield from self._arrival(request.task, request.content, again)
+        elif task is None or not task.alive:
+            self._table.reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
+        elif request.kind == "pause" and task.progress.state == "running":
+            yield TaskEvent("paused", task.name)
+        elif request.kind == "unpause" and task.progress.state == "paused":
+            yield TaskEvent("running", task.name)
+        elif request.kind == "stop" and step:
+            best = "" if task.saved_step == step else f"; saved as it was at step {task.saved_step}, the best"
+            yield TaskEvent("stop", task.name, f"stopped on request at step {step}{best}")
+        elif request.kind in ("stop", "cancel"):  # one that has made no step has no adapter
+            asked = "stopped on request before its first step" if request.kind == "stop" else ""
+            yield TaskEvent("cancelled", task.name, asked)
+
+    def _arrival(
+        self, name: str, content: Mapping[str, Any], again: Mapping[str, Any] | None
+    ) -> Iterator[TaskEvent]:
+        """Reads the data of a submitted task or a trial, and yields whether it joins or is refused."""
+        table, reporter = self._table, self._table.reporter
+        task, told = None, len(table.builder.warnings)
+        if table.named(name) is not None or name in table.refused:
+            reporter.warn(f"{name}: submitted again under a name that is taken; left out")
+        else:
+            try:
+                adapter, datasets = submitted(name, content)
+                if "trial" not in content:  # all trials have the loss that the sweep began with
+                    check_loss(adapter.objective)
+                task = table.builder.build(adapter, datasets)
+            except RunError as error:
+                if self.stopping():  # a signal to all processes of a job ends those that tokenise, too
+                    if again is None:
+                        raise Interrupted from error
+                    raise  # the journal says that it was taken
+                yield TaskEvent("refused", name, str(error))
+        if self._sweep and "trial" in content:
+            reporter.note(f"{name}: {self._sweep.begun(content['trial'], task)}")
+        if task is None:
+            return
+        for line in table.builder.warnings[told:]:
+            reporter.warn(line)
+        refusals = list(self._refusals([task], again))
+        yield from refusals or [TaskEvent("joined", name, task=task)]
+
+    def _refusals(self, tasks: Sequence[Task], again: Mapping[str, Any] | None) -> Iterator[TaskEvent]:
+        """Learns what new tasks need, and yields the refusal of each that memory never holds."""
+        if self._memory is None:
+            return
+        adapters, check = self._memory.adapters, self._memory.check
+        faults = {task.name: _fault(task, know_task, adapters, task) for task in tasks}
+        for task in tasks:
+            fault = faults[task.name]
+            if not fault:
+                fault = _fault(task, check, task.name) if again is None else again["unfit"].get(task.name, "")
+            if fault:
+                yield TaskEvent("refused", task.name, fault, unfit=True)
 
     def _entry(self, admission: Admission) -> dict[str, Any]:
         """Returns the journal's entry of a decision."""
@@ -213,23 +292,59 @@ class Decisions:
             "unfit": self._table.unfit,
         }
 
-    def _admission(self, again: Mapping[str, Any] | None) -> Admission:
-        """Returns who is admitted, as the journaled decision `again` says if there is one."""
+    def _admissions(self, again: Mapping[str, Any] | None) -> Iterator[TaskEvent]:
+        """Yields who is admitted, after the refusals of tasks that no process has room for."""
+        running = self._table.running()
         if again is not None:
-            for task in [task for task in self._table.running() if task.name in again["unfit"]]:
-                self._table.unfits(task, again["unfit"][task.name])
+            for task in [task for task in running if task.name in again["unfit"]]:
+                yield TaskEvent("refused", task.name, again["unfit"][task.name], unfit=True)
             self._remember(again)
-            return _admission_of(again["admission"])
+            yield TaskEvent("admitted", admission=_admission_of(again["admission"]))
+            return
         if self._memory:
             self._memory.estimate.adopt()
         fixed = self._table.admission.slots if self._table.engine.replicas > 1 else {}
         order = ORDERS[self._config.scheduler.policy]
-        needs = self._table.needs(self._table.candidates())  # may find that the base takes less memory now
+        candidates = self._candidates(running)  # may find that the base takes less memory now
+        if self._memory and running and not candidates:
+            yield from self._none_fits(self._memory, running)
+        needs = self._table.needs(candidates)
         room = self._memory.room() if self._memory else Room()
         bounds: Bounds = self._memory.estimate.activations if self._memory else lambda lengths, among: ()
         found = admit(needs, room, slot_count(self._config), order, self._placement, bounds, fixed)
         self._warn_beyond(found)
-        return found
+        yield TaskEvent("admitted", admission=found)
+
+    def _candidates(self, running: list[Task]) -> list[Task]:
+        """Returns the running tasks that fit alone or have begun; the other tasks wait.
+
+        If there are none, the processes release unused memory. Then tasks that barely fit are tried, and one
+        of them runs alone. A task that only this process has no room for waits for a new process.
+        """
+        if self._memory is None or not running:
+            return running
+        begun = set(self._table.engine.adapters)
+        fits, fits_barely = self._memory.fits, self._memory.fits_barely
+        found = [t for t in running if t.progress.batches or t.name in begun or fits(t.name)]
+        if found:
+            return found
+        self._memory.look_again([task.name for task in self._table.admitted()])
+        found = [t for t in running if fits(t.name)]
+        return found or [t for t in running if fits_barely(t.name)]
+
+    def _none_fits(self, memory: MemoryLimit, tasks: Sequence[Task]) -> Iterator[TaskEvent]:
+        """Yields refusals of tasks that fit in no process; warns that a new process may train the rest."""
+        left = []
+        for task in tasks:
+            if fault := _fault(task, memory.check, task.name):
+                yield TaskEvent("refused", task.name, fault, unfit=True)
+            else:
+                left.append(task)
+        names = [task.name for task in left]
+        if left and names != self._left:
+            why = memory.no_room(names)
+            self._table.reporter.warn(f"{some(names)}: {why}: mlora resume {self._table.folder.path}")
+        self._left = names
 
     def _warn_beyond(self, admission: Admission) -> None:
         """Warns of a task that has begun and goes on alone though it does not fit.
@@ -260,6 +375,15 @@ class Decisions:
                 self._memory.estimate.activations({task.name: task.usual_lengths}, names)
         states = [self._memory.adapters.admitted(name) for name in names]
         return room.budget(sum_of(states, len(room.held)), admission.count)
+
+
+def _fault(task: Task, check: Callable[..., object], *args: Any) -> str:
+    """Returns the text of the ValueError that a check of a task raises; empty if it raises none."""
+    try:
+        check(*args)
+    except ValueError as error:
+        return reason_of(error, f"adapter {task.name!r}")
+    return ""
 
 
 def _admission_of(values: Mapping[str, Any]) -> Admission:

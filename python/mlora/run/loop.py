@@ -22,7 +22,8 @@ from mlora.run.forecasts import forecast_lines
 from mlora.run.inputs import fingerprints
 from mlora.run.prepare import Prepared
 from mlora.run.stages import less_memory
-from mlora.run.task_states import compare, keep_for_longer, never_best, save_result, write_best
+from mlora.run.task_states import compare, never_best, write_best
+from mlora.run.task_table import TaskEvent
 from mlora.run.trial_losses import not_measured
 from mlora.store.checkpoint_writer import CheckpointWriter
 from mlora.store.disk import checksum_of
@@ -78,7 +79,7 @@ class TrainingLoop:
     def train(self, caught: Sequence[int]) -> None:
         """Iterates until no task runs or a signal was caught, then writes a durable checkpoint."""
         self._caught = caught
-        self._table.stopping = lambda: bool(caught)
+        self._decisions.stopping = lambda: bool(caught)
         self._write_summary("running")
         try:
             self._begin(self._table.admitted())
@@ -486,20 +487,8 @@ class TrainingLoop:
         self._end(task, "stopped", fault or f"the {what} is not a number{hint}")
 
     def _end(self, task: Task, state: Literal["finished", "stopped"], message: str) -> None:
-        """Ends a task and saves its adapter; that of a failed task only if it keeps its best weights."""
         self._metrics.check_place()
-        failed = state == "stopped"
-        if failed and task.kept_step is not None:
-            message += f"; saved as it was at step {task.kept_step}, the best"
-        if not failed or task.kept_step is not None:
-            save_result(self._engine, task, self._folder, in_doubt=failed)
-        if not failed and task.progress.message:
-            message = "; ".join(filter(None, (task.progress.message, message)))
-        task.progress.state, task.progress.message = state, message
-        if self._run.config.method == "lora" and any(task is one for one in self._table.extendable()):
-            keep_for_longer(self._engine, task, self._folder)
-        self._engine.remove_adapter(task.name)
-        self._reporter.changed(task)
+        self._table.apply(TaskEvent(state, task.name, message))
         self._write_summary("running")
 
     def _data(self) -> dict[str, list[str]]:

@@ -314,7 +314,7 @@ def _run(
     if trackers:
         told.append(Tracking(prepared.config, trackers, TrackedRuns(folder.tracking), lines))
     reporter = prepared.table.reporter = Reporters(lines, *told)
-    note_start(folder, engine.device, prepared.iteration, prepared.table.warnings)
+    note_start(folder, engine.device, prepared.iteration, prepared.table.builder.warnings)
     writer = CheckpointWriter(folder.checkpoints, prepared.config.save_total_limit, metrics.sync)
     loop = TrainingLoop(prepared, metrics, writer, callbacks)
     if member:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from mlora.engine.engine import Engine
+from mlora.engine.full_engine import FullEngine
 from mlora.engine.put_adapter import lora_of
 from mlora.errors import NamedRunError, RunError, first_line
 from mlora.run.handoff.model_card import CARD, write_adapter_card
@@ -92,7 +93,12 @@ def set_aside(engine: Engine, task: Task, folder: Path) -> None:
 
 
 def keep_for_longer(engine: Engine, task: Task, folder: RunFolder) -> None:
-    """Writes what a larger ``max_steps`` goes on from: the state after the last step, the best weights."""
+    """Writes what a larger ``max_steps`` goes on from: the state after the last step, the best weights.
+
+    A model whose own weights were trained goes on in a new run.
+    """
+    if isinstance(engine, FullEngine):
+        return
     state = {**_stamp(task), "state": engine.state_dict(task.name)}
     write_tensors(folder.finished / state_file(task), state)
     if task.kept_step is not None:

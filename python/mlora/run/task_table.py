@@ -1,32 +1,49 @@
-"""The table of a run's tasks: which wait, which are on the engine, and what memory allows them."""
+"""The table of a run's tasks, and the events that change it: who joins, waits, trains, and ends."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from mlora.cluster.signals import Interrupted
 from mlora.config.lora_fields import lora_warnings
 from mlora.config.sweep_config import is_trial
 from mlora.engine.engine import Engine
 from mlora.errors import RunError, reason_of
 from mlora.memory.estimate import MemorySample
 from mlora.memory.room import MemoryLimit, within
-from mlora.planning.task_memory import know_task, memory_need
-from mlora.run.reporter import Reporter, some
-from mlora.run.task_states import bring_back, restore_adapter, save_result, set_aside
+from mlora.planning.task_memory import memory_need
+from mlora.run.reporter import Reporter
+from mlora.run.task_states import bring_back, keep_for_longer, restore_adapter, save_result, set_aside
 from mlora.scheduler import NOBODY, Admission, MemoryNeed, next_batch
-from mlora.store.queue import Request
 from mlora.store.run_folder import RunFolder
-from mlora.store.submission import submitted
-from mlora.sweep.ranking import Proposal
 from mlora.tasks.groups import Group
-from mlora.tasks.task import State, Task, TaskBuilder, check_loss
+from mlora.tasks.task import State, Task, TaskBuilder
 from mlora_ext.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from mlora.sweep.trials import Sweep
+
+
+@dataclass(frozen=True)
+class TaskEvent:
+    """Something that happens to a task of a run.
+
+    Attributes:
+        kind: the task has ``joined`` the run or was ``refused``; or its new state, where ``stop`` finishes it
+            as its user asked. ``admitted``: who is on the engine from now on.
+        name: the task.
+        message: why.
+        task: that joined.
+        unfit: it was refused because memory never holds it.
+    """
+
+    kind: Literal["joined", "refused", "admitted", "stop"] | State
+    name: str = ""
+    message: str = ""
+    task: Task | None = None
+    unfit: bool = False
+    admission: Admission = NOBODY
 
 
 class TaskTable:
@@ -55,17 +72,9 @@ class TaskTable:
         self.unfit: dict[str, str] = {}
         self.memory, self.sweep = memory, sweep
         self.admission: Admission = NOBODY
-        self.engine, self._builder, self.reporter, self.folder = engine, builder, reporter, folder
+        self.engine, self.builder, self.reporter, self.folder = engine, builder, reporter, folder
         self._waited: list[str] = []
-        self._left: list[str] = []
-        self._stopped: list[Task] = []  # on request; `carry_out` saves them
-        self.stopping: Callable[[], bool] = lambda: False
-        """Whether a signal asks the run to end: then the resume takes what is left to take."""
-
-    @property
-    def warnings(self) -> list[str]:
-        """Lines on the tasks' data and adapter folders."""
-        return self._builder.warnings
+        self._stopped: list[Task] = []  # on request; `_admit` saves them
 
     def named(self, name: str) -> Task | None:
         """Returns the task with this name, or None."""
@@ -107,154 +116,77 @@ class TaskTable:
         """Returns the tasks that have not ended."""
         return [task for task in self.tasks if task.alive]
 
-    def candidates(self) -> list[Task]:
-        """Returns the running tasks that fit alone or have begun; the other tasks wait.
-
-        If there are none, the processes release unused memory. Then tasks that barely fit are tried, and one
-        of them runs alone. A task that only this process has no room for waits for a new process.
-        """
-        running = self.running()
-        if self.memory is None or not running:
-            return running
-        begun = set(self.engine.adapters)
-        fits, fits_barely = self.memory.fits, self.memory.fits_barely
-        found = [t for t in running if t.progress.batches or t.name in begun or fits(t.name)]
-        if found:
-            return found
-        self.memory.look_again([task.name for task in self.admitted()])
-        found = [t for t in running if fits(t.name)]
-        found = found or [t for t in running if fits_barely(t.name)]
-        if not found:
-            self._none_fits(running)
-        return found
-
-    def _none_fits(self, tasks: Sequence[Task]) -> None:
-        """Refuses tasks that fit in no process, and warns that a new process may train the rest."""
-        assert self.memory is not None
-        for task in tasks:
-            self._passes(self._check, task)
-        left = [task for task in tasks if task.name not in self.unfit]
-        names = [task.name for task in left]
-        if left and names != self._left:
-            why = self.memory.no_room(names)
-            self.reporter.warn(f"{some(names)}: {why}: mlora resume {self.folder.path}")
-        self._left = names
-
     def needs(self, tasks: Sequence[Task]) -> list[MemoryNeed]:
         """Returns the scheduler's view of tasks."""
         adapters = self.memory.adapters if self.memory else None
         names = {task.name for task in tasks}
         return [memory_need(t, arrival, adapters) for arrival, t in enumerate(self.tasks) if t.name in names]
 
-    def look_at(self, tasks: Sequence[Task], unfit: Mapping[str, str] | None) -> None:
-        """Learns what new tasks need, and refuses those that never fit.
+    def apply(self, event: TaskEvent) -> None:
+        """Carries out an event: the one place where a task comes, gets another state, or leaves.
 
-        `unfit` says which, and why, where a journaled decision is repeated.
+        A live run applies what `Decisions` decides and what training brings, a resumed one what the journal
+        holds.
         """
-        if self.memory is None:
-            return
-        know = partial(know_task, self.memory.adapters)
-        for task in [task for task in tasks if self._passes(know, task)]:
-            if unfit is None:
-                self._passes(self._check, task)
-            elif task.name in unfit:
-                self.unfits(task, unfit[task.name])
-
-    def _check(self, task: Task) -> None:
-        assert self.memory is not None
-        self.memory.check(task.name)
-
-    def _passes(self, check: Callable[[Task], None], task: Task) -> bool:
-        """Refuses a task for which a check raises ValueError."""
-        try:
-            check(task)
-        except ValueError as error:
-            self.unfits(task, reason_of(error, f"adapter {task.name!r}"))
-            return False
-        return True
-
-    def unfits(self, task: Task, message: str) -> None:
-        """Refuses a task for which there is no room; it must not be on the engine."""
-        self.unfit[task.name] = message
-        self.refuse(task.name, self.unfit[task.name])
-
-    def take(self, request: Request, unfit: Mapping[str, str] | None) -> None:
-        """Carries out a user's request, as far as still possible; `unfit` is for `look_at`."""
-        task = self.named(request.task)
-        if request.kind == "submit":
-            self._add(request.task, request.content, unfit)
-        elif task is None or not task.alive:
-            self.reporter.warn(f"{request.task}: {request.kind}: there is no such task in training")
-        elif request.kind == "cancel":
-            self._end(task, "cancelled", "")
-        elif request.kind == "stop":
-            self._stop(task)
-        elif request.kind == "pause" and task.progress.state == "running":
-            task.progress.state = "paused"
-            self.reporter.changed(task)
-        elif request.kind == "unpause" and task.progress.state == "paused":
-            task.progress.state = "running"
-            self.reporter.changed(task)
-
-    def accept(self, proposal: Proposal, unfit: Mapping[str, str] | None) -> None:
-        """Carries out a proposal of the sweep: prunes a trial or begins the next one; see `take`."""
-        task = self.named(proposal.task)
-        if proposal.trial is not None:
-            self._add(proposal.task, proposal.trial, unfit)
-        elif task is not None and task.alive:
-            self._end(task, "pruned", "fell behind the other trials")
-
-    def _add(self, name: str, content: Mapping[str, Any], unfit: Mapping[str, str] | None) -> None:
-        """Adds a submitted task or a trial, or refuses it."""
-        task, told = None, len(self._builder.warnings)
-        if self.named(name) is not None or name in self.refused:
-            self.reporter.warn(f"{name}: submitted again under a name that is taken; left out")
+        if event.kind == "admitted":
+            self._admit(event.admission)
+        elif event.kind == "joined":
+            assert event.task is not None
+            self.tasks.append(event.task)
+            self.reporter.joined(event.task, self.tasks)
+        elif event.kind == "refused":
+            self.refuse(event.name, event.message, unfit=event.unfit)
         else:
-            try:
-                adapter, datasets = submitted(name, content)
-                if "trial" not in content:  # all trials have the loss that the sweep began with
-                    check_loss(adapter.objective)
-                task = self._builder.build(adapter, datasets)
-            except RunError as error:
-                if self.stopping():  # a signal to all processes of a job ends those that tokenise, too
-                    if unfit is None:
-                        raise Interrupted from error
-                    raise  # the journal says that it was taken
-                self.refuse(name, str(error))
-        if self.sweep and "trial" in content:
-            self.reporter.note(f"{name}: {self.sweep.begun(content['trial'], task)}")
-        if task is None:
-            return
-        for line in self._builder.warnings[told:]:
-            self.reporter.warn(line)
-        self.tasks.append(task)
-        self.look_at([task], unfit)
-        if task in self.tasks:
-            self.reporter.joined(task, self.tasks)
+            task = self.named(event.name)
+            assert task is not None
+            self._change(task, event.kind, event.message)
 
-    def refuse(self, name: str, message: str) -> None:
+    def refuse(self, name: str, message: str, *, unfit: bool = False) -> None:
         """Takes a task off the table that is not on the engine, and reports why."""
         self.tasks = [task for task in self.tasks if task.name != name]
         self.refused[name] = message
+        if unfit:
+            self.unfit[name] = message
         if self.sweep:
             self.sweep.taken_off(name)
         self.reporter.fault(f"{name}: refused: {message}")
 
-    def _stop(self, task: Task) -> None:
-        """Ends a task as its user asked; one that has made no step has no adapter.
+    def _change(self, task: Task, state: State | Literal["stop"], message: str) -> None:
+        """Gives a task another state; one that has ended leaves the engine.
 
-        `carry_out` saves the adapter, once the decision is journaled: a run that was killed in between stops
-        the task at the same step again.
+        A task that its user stops is saved by `_admit`, once the decision is journaled: a run that was killed
+        in between stops it at the same step again.
         """
-        step = task.progress.step
-        if not step:
-            self._end(task, "cancelled", "stopped on request before its first step")
+        if state == "stop":
+            task.progress.state, task.progress.message = "finished", message
+            self._stopped.append(task)
             return
-        best = "" if task.saved_step == step else f"; saved as it was at step {task.saved_step}, the best"
-        task.progress.state, task.progress.message = "finished", f"stopped on request at step {step}{best}"
-        self._stopped.append(task)
+        if state in ("running", "paused"):
+            task.progress.state = state
+        else:
+            self._end(task, state, message)
+        self.reporter.changed(task)
 
-    def _save_stopped(self) -> None:
+    def _end(self, task: Task, state: State, message: str) -> None:
+        """Ends a task; saves one that has finished, and one that has failed if it keeps its best weights."""
+        here, failed = task.name in self.engine.adapters, state == "stopped"
+        saves = here and (state == "finished" or (failed and task.kept_step is not None))
+        if saves and failed:
+            message += f"; saved as it was at step {task.kept_step}, the best"
+        if saves:
+            save_result(self.engine, task, self.folder, in_doubt=failed)
+        if state == "finished":
+            message = "; ".join(filter(None, (task.progress.message, message)))
+        task.progress.state, task.progress.message = state, message
+        if saves and any(task is one for one in self.extendable()):
+            keep_for_longer(self.engine, task, self.folder)
+        if here:
+            self.engine.remove_adapter(task.name)
+        if self.sweep and state in ("cancelled", "pruned"):
+            self.sweep.taken_off(task.name, pruned=state == "pruned")
+
+    def _admit(self, admission: Admission) -> None:
+        """Saves stopped tasks, sets others aside, and puts admitted ones on the engine."""
         for task in self._stopped:
             if task.name not in self.engine.adapters:
                 bring_back(self.engine, task, 0, self.folder.states)
@@ -262,18 +194,6 @@ class TaskTable:
             self.engine.remove_adapter(task.name)
             self.reporter.changed(task)
         self._stopped = []
-
-    def _end(self, task: Task, state: State, message: str) -> None:
-        if task.name in self.engine.adapters:
-            self.engine.remove_adapter(task.name)
-        task.progress.state, task.progress.message = state, message
-        if self.sweep:
-            self.sweep.taken_off(task.name, pruned=state == "pruned")
-        self.reporter.changed(task)
-
-    def carry_out(self, admission: Admission) -> list[Task]:
-        """Saves stopped tasks, sets others aside, puts admitted ones on the engine; returns the new ones."""
-        self._save_stopped()
         for task in self.admitted():
             if task.name not in admission.slots:
                 set_aside(self.engine, task, self.folder.states)
@@ -281,7 +201,8 @@ class TaskTable:
         on_engine = set(self.engine.adapters)
         new = [task for task in self.running() if task.name in admission.slots and task.name not in on_engine]
         self._tell_who_waits()
-        return [task for task in new if self._put_on(task)]
+        for task in new:
+            self._put_on(task)
 
     def _tell_who_waits(self) -> None:
         waiting = [task.name for task in self.waiting()]
@@ -303,17 +224,14 @@ class TaskTable:
         if self.memory is not None:  # else those that are not admitted are about to be
             self._tell_who_waits()
 
-    def _put_on(self, task: Task) -> bool:
+    def _put_on(self, task: Task) -> None:
         begins = not task.progress.batches
         try:
             bring_back(self.engine, task, self.admission.slots[task.name], self.folder.states)
         except ValueError as error:
             reason = reason_of(error, task.name, f"adapter {task.name!r}")
-            if begins:
-                self.refuse(task.name, reason)
-            else:
-                self._end(task, "stopped", reason)
-            return False
+            self.apply(TaskEvent("refused" if begins else "stopped", task.name, reason))
+            return
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -321,7 +239,6 @@ class TaskTable:
         if begins and task.lora:
             for line in lora_warnings(self.engine.registry, task.name, task.lora):
                 self.reporter.warn(line)
-        return True
 
     def next_batch(self, group: Group) -> list[Task]:
         """Returns the tasks for a group's next micro-batch; none of its batches may be under way."""

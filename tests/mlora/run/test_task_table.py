@@ -194,7 +194,7 @@ def test_who_is_on_the_engine_over_random_days(data: st.DataObject, policy: Any)
     with patch.context() as patched:
         patched.setattr("mlora.planning.task_memory.read_config", lambda _: None)
         patched.setattr(
-            "mlora.run.task_table.submitted",
+            "mlora.run.decisions.submitted",
             lambda name, _: (SimpleNamespace(name=name, objective="cross_entropy"), []),
         )
         patched.setattr("mlora.run.task_table.set_aside", lambda e, t, folder: e.remove_adapter(t.name))
