@@ -17,8 +17,7 @@ from mlora.config.run_config import RunConfig
 from mlora.errors import NamedRunError, RunError, first_line, reason_of
 from mlora.objectives.own_code import TorchSettings, is_own_failure
 from mlora.run.callback_factory import Refusals, check_given, given_callbacks, named_callbacks
-from mlora.run.logs import logs_of
-from mlora.run.reporter import Reporter
+from mlora.run.reporter import Reporter, epoch_of, logs_of
 from mlora.tasks.task import Task
 from mlora_ext.out_of_memory import is_out_of_memory
 
@@ -260,10 +259,8 @@ class _AdapterCallbacks:
         return self._task.progress.batches // max(1, self._task.plan.batches_per_epoch)
 
     def step_ends(self, record: dict[str, Any], *, log: bool, evaluate: bool, save: bool) -> bool:
-        from mlora.run.trainer_view import bring_up
-
         task, control, self.save_due = self._task, self.control, save
-        bring_up(self._state, task)
+        self._state.global_step, self._state.epoch = task.progress.step, epoch_of(task)
         control.should_log |= log
         control.should_evaluate |= evaluate
         control.should_save |= save
@@ -287,13 +284,12 @@ class _AdapterCallbacks:
         self.call("on_log", logs=logs)
 
     def evaluated(self, record: dict[str, Any]) -> None:
-        from mlora.run.trainer_view import take_best
-
-        metrics = logs_of(self._task, record)
+        progress, metrics = self._task.progress, logs_of(self._task, record)
         self._log(dict(metrics))
         self.control.should_evaluate = False
         self.call("on_evaluate", metrics=metrics)
-        take_best(self._state, self._task)  # as in Trainer, after callbacks have compared with the one before
+        # as in Trainer, after callbacks have compared with the one before
+        self._state.best_metric, self._state.best_global_step = progress.best, progress.best_step
 
     def saved(self) -> None:
         self.control.should_save = False

@@ -49,6 +49,67 @@ class Reporter:
         """No more events follow."""
 
 
+class Reporters(Reporter):
+    """Passes what adapters do to several reporters in turn; all else goes to the first only."""
+
+    def __init__(self, lines: Reporter, *others: Reporter) -> None:
+        self._lines, self._all = lines, (lines, *others)
+
+    def start(self, tasks: Sequence[Task]) -> None:
+        self._lines.start(tasks)
+
+    def joined(self, task: Task, tasks: Sequence[Task]) -> None:
+        self._lines.joined(task, tasks)
+
+    def waits(self, names: Sequence[str], went_on: Sequence[str]) -> None:
+        self._lines.waits(names, went_on)
+
+    def note(self, line: str) -> None:
+        self._lines.note(line)
+
+    def warn(self, line: str) -> None:
+        self._lines.warn(line)
+
+    def fault(self, line: str) -> None:
+        self._lines.fault(line)
+
+    def step(self, task: Task, record: dict[str, Any]) -> None:
+        for each in self._all:
+            each.step(task, record)
+
+    def logged(self, task: Task, record: dict[str, Any]) -> None:
+        for each in self._all:
+            each.logged(task, record)
+
+    def evaluation(self, task: Task, record: dict[str, Any]) -> None:
+        for each in self._all:
+            each.evaluation(task, record)
+
+    def changed(self, task: Task) -> None:
+        for each in self._all:
+            each.changed(task)
+
+    def close(self) -> None:
+        """Closes the one of the lines last: others may have something to say."""
+        for each in reversed(self._all):
+            each.close()
+
+
+def epoch_of(task: Task) -> float:
+    """Returns how many times a task has passed its data, counted in micro-batches as ``Trainer`` does."""
+    return task.progress.batches / max(1, task.plan.batches_per_epoch)
+
+
+def logs_of(task: Task, record: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers of a task's line of ``metrics.jsonl`` as ``Trainer`` logs them, and ``epoch``."""
+    numbers = {
+        key: value
+        for key, value in record.items()
+        if key not in ("adapter", "step") and type(value) in (int, float)
+    }
+    return {**numbers, "epoch": epoch_of(task)}
+
+
 class Pace:
     """Tokens per second and time left of each task, smoothed over its last steps.
 

@@ -17,8 +17,7 @@ from mlora.run.environment import note_start
 from mlora.run.longer import continue_longer, raised_in
 from mlora.run.loop import TrainingLoop
 from mlora.run.prepare import Prepared, prepare
-from mlora.run.reporter import Reporter, some
-from mlora.run.reporters import Reporters
+from mlora.run.reporter import Reporter, Reporters, some
 from mlora.run.resumed_config import changed_key, changed_lines, resumed_config
 from mlora.run.stages import Member, check_replicas
 from mlora.run.trackers.tracked_runs import TrackedRuns

@@ -21,13 +21,14 @@ from mlora.engine.engine import Engine
 from mlora.engine.full_engine import FullEngine
 from mlora.engine.put_adapter import lora_of
 from mlora.errors import NamedRunError, RunError, first_line
-from mlora.run.handoff.model_card import CARD, write_adapter_card
+from mlora.run.handoff.model_card import CARD, write_card
 from mlora.store.disk import checksum_of, os_errors, write_file, write_tensors
 from mlora.store.run_folder import OWN_FILES, RunFolder
 from mlora.store.state_files import best_file, read_state
 from mlora.tasks.task import Task
 from mlora_ext.adapters.lora_config import needs_data, needs_weights
 from mlora_ext.interop.peft_folder import CONFIG
+from mlora_ext.interop.read_folder import read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,7 +191,8 @@ def save_result(engine: Engine, task: Task, folder: RunFolder, *, in_doubt: bool
         files = [path for path in own if path.name != CARD and path.is_file()]
         task.progress.saved = {path.name: checksum_of(path) for path in sorted(files)}
     if (target / CONFIG).is_file():  # a model that was trained itself is no adapter
-        write_adapter_card(target, task)
+        lora = read_config(target)
+        write_card(target, lora, task.config, task.saved_step, str(lora.base_model_name_or_path))
 
 
 def _best_path(task: Task, folder: Path) -> Path:

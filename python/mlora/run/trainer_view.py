@@ -12,7 +12,6 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 from transformers.training_args import OptimizerNames
 
 from mlora.config.run_config import RunConfig
-from mlora.run.logs import epoch_of
 from mlora.tasks.task import Task
 
 
@@ -79,13 +78,3 @@ def state_of(task: Task, args: TrainingArguments) -> TrainerState:
     )
     state.compute_steps(args, task.total_steps)
     return state
-
-
-def bring_up(state: TrainerState, task: Task) -> None:
-    """Sets how far an adapter has come. The best evaluation follows once callbacks know of it."""
-    state.global_step, state.epoch = task.progress.step, epoch_of(task)
-
-
-def take_best(state: TrainerState, task: Task) -> None:
-    """Sets the best evaluation so far."""
-    state.best_metric, state.best_global_step = task.progress.best, task.progress.best_step

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -222,16 +221,9 @@ class RunFolder:
         The caller holds the lock, and `check_contents` has found no other files.
         """
         with os_errors(f"output_dir: {self.path} cannot be cleared"):
-            traces = (self.path / name for name in ("trace.json", "timeline.png", "times.json"))
-            queue = (self.path / name for name in ("queue.sqlite-journal", "queue.sqlite"))
-            reports = (self.samples, self.environment, self.report)
-            files = (self.plot, self.summary, self.tracking, self.trials, self.trials_plot)
-            for file in (*files, *reports, *traces, *queue):
-                file.unlink(missing_ok=True)
-            folders = (self.checkpoints, self.adapters, self.states, self.finished, self.best, self.logs)
-            for folder in (*folders, self.path / "queue.sqlite.lock"):
-                if folder.exists():
-                    shutil.rmtree(folder)
+            for path in self.path.iterdir():
+                if path not in (self.config, self.metrics) and OWN_FILES.fullmatch(path.name):
+                    remove(path)
 
     def check_is_run(self) -> None:
         """Raises RunError if no run is here, and says what is here instead."""

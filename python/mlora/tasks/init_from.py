@@ -1,4 +1,4 @@
-"""``init_from``: checks whether an adapter can start from a PEFT folder."""
+"""Checks what adapters begin with: the PEFT folder of ``init_from``, and the original weights for LoftQ."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 from mlora.config.lora_fields import build_lora
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import doubt_of_base
+from mlora.model.original_weights import quantized_already
 from mlora.model.stored_quantization import read_quantization
 from mlora.regular_files import read_regular
+from mlora_ext.adapters.lora_config import needs_weights
 from mlora_ext.interop.side_files import PLAIN, doubt_of, method_of
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from mlora.config.adapter_config import AdapterConfig
     from mlora.config.quantization_config import QuantizationConfig
+    from mlora.config.run_config import RunConfig
     from mlora.model.base_info import BaseInfo
 
 TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
@@ -92,3 +97,16 @@ def _tuned(folder: Path) -> set[str]:
             return {key.rpartition(".lora_")[0] for key in weights.keys() if ".lora_" in key}  # noqa: SIM118
     except SafetensorError as error:
         raise RunError(f"init_from: cannot read {file}: {error}") from error
+
+
+def check_originals(lora: LoraConfig, config: RunConfig, base: BaseInfo) -> None:
+    """Raises RunError for LoftQ over a base that is plain, or that is stored quantised."""
+    if not needs_weights(lora):
+        return
+    if base.quantization is not None:
+        raise RunError(f"lora: {quantized_already(base.name, base.quantization['quant_method'])}")
+    if config.quantization is None:
+        raise RunError(
+            "lora: init_lora_weights='loftq' needs a quantised base: over a plain one it would replace "
+            "weights that all adapters share; add quantization: {method: bnb-nf4}, or use 'pissa'"
+        )

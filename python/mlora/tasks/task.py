@@ -32,8 +32,7 @@ from mlora.objectives.options import ObjectiveError
 from mlora.objectives.registry import check_unchanged, objective_of, reference_of, style_of
 from mlora.optim.optim_config import OptimConfig
 from mlora.tasks.classifiers import label_rules, needs_no_tokenizer, rows_of
-from mlora.tasks.init_from import check_init_from
-from mlora.tasks.originals import check_originals
+from mlora.tasks.init_from import check_init_from, check_originals
 from mlora_ext.interop.read_folder import read_config
 
 if TYPE_CHECKING:

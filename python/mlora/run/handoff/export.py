@@ -12,14 +12,13 @@ from mlora.config.run_config import RunConfig
 from mlora.data.chat import with_template
 from mlora.errors import RunError
 from mlora.model.base_info import BaseInfo, doubt_of_base
-from mlora.run.handoff.adapters import FoundWeights, RunAdapter, find_weights, named_adapter, open_run
-from mlora.run.handoff.model_card import CARD, card_text, lora_facts, training_facts
+from mlora.run.handoff.adapters import FoundWeights, find_weights, named_adapter, open_run
+from mlora.run.handoff.model_card import write_card
 from mlora.run.handoff.peft_folders import empty_model, write_peft_folder
 from mlora.run.handoff.portable import is_portable, make_portable
 from mlora.run.handoff.servers import serving_lines
-from mlora.store.disk import write_file
 from mlora.store.new_folder import check_new, new_folder
-from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
+from mlora_ext.adapters.trained_parts import task_heads, task_of
 from mlora_ext.interop.peft_folder import WEIGHTS
 from mlora_ext.interop.read_folder import read_config
 
@@ -77,7 +76,9 @@ def export_adapter(
         base = BaseInfo(config.base_model, config.base_folder)
         doubt = doubt_of_base(scratch, base)
         save_tokenizer(base, scratch, adapter.chat_template(config))
-        card_of(config, adapter, found, scratch)
+        how = {} if config.quantization is None else {"Base quantized with": config.quantization.method}
+        more = how | losses_of(found)
+        write_card(scratch, read_config(scratch), adapter.config, found.step, config.base_model, more=more)
     return Exported(found, target, served, [f"{name}: {doubt}"] if doubt else [])
 
 
@@ -123,22 +124,6 @@ def save_tokenizer(base: BaseInfo, folder: Path, chat_template: str | None) -> N
     if tokenizer is not None:
         own = with_template(tokenizer, chat_template, assistant_only_loss=False)
         own.save_pretrained(str(folder))
-
-
-def card_of(config: RunConfig, adapter: RunAdapter, found: FoundWeights, folder: Path) -> None:
-    """Writes the card of an adapter's folder."""
-    lora = read_config(folder)
-    quantized = {} if config.quantization is None else {"Base quantized with": config.quantization.method}
-    own = adapter.config
-    text = card_text(
-        found.name,
-        config.base_model,
-        "adapter",
-        task_of(lora) if task_heads(lora) else None,
-        lora_facts(lora) | training_facts(own, step=found.step) | quantized | losses_of(found),
-        labels=labels_of(lora).get("num_labels"),
-    )
-    write_file(folder / CARD, text.encode())
 
 
 def losses_of(found: FoundWeights) -> dict[str, str]:

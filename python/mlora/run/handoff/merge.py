@@ -23,9 +23,8 @@ from mlora.model.pretrained import load_whole, told_in_one_line
 from mlora.model.task_heads import head_place
 from mlora.run.handoff.adapters import FoundWeights, find_weights, named_adapter, open_run
 from mlora.run.handoff.export import losses_of, save_tokenizer
-from mlora.run.handoff.model_card import CARD, card_text, lora_facts, training_facts
+from mlora.run.handoff.model_card import write_card
 from mlora.run.handoff.peft_folders import peft_folder_of
-from mlora.store.disk import write_file
 from mlora.store.new_folder import check_new, new_folder
 from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
 from mlora_ext.frozen.quantized.blocks import QuantizedWeight
@@ -93,14 +92,8 @@ def merge_adapter(
         save_tokenizer(base, scratch, adapter.chat_template(config))
         if quantized:
             notes.append(f"{quantized} quantized layers were dequantized; the merged model is not quantized")
-        text = card_text(
-            target.name,
-            config.base_model,
-            "merged",
-            task_of(lora) if task_heads(lora) else None,
-            lora_facts(lora) | training_facts(adapter.config, step=found.step) | losses_of(found),
-        )
-        write_file(scratch / CARD, text.encode())
+        facts = adapter.config, found.step, config.base_model
+        write_card(scratch, lora, *facts, name=target.name, kind="merged", more=losses_of(found))
     return Merged(found, target, notes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlora.config.adapter_config import AdapterConfig
@@ -12,8 +13,6 @@ from mlora.store.disk import write_file
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-    from mlora.tasks.task import Task
 
 CARD = "README.md"
 _TASKS = {
@@ -25,24 +24,35 @@ _TASKS = {
 """Of each task: the end of the name of Transformers' class, and the hub's tag."""
 
 
-def write_adapter_card(folder: Path, task: Task) -> None:
-    """Writes the card of the adapter with which a task of a run ends.
+def write_card(
+    folder: Path,
+    lora: LoraConfig,
+    adapter: AdapterConfig,
+    step: int,
+    base: str,
+    *,
+    name: str | None = None,
+    kind: Literal["adapter", "merged"] = "adapter",
+    more: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Writes the card of an adapter, or of a model into which one was merged; RunError if that fails.
 
-    Raises RunError if the file cannot be written.
+    Args:
+        folder: the adapter's or the model's.
+        lora: the adapter's config as its folder has it.
+        adapter: its training.
+        step: the optimizer step of its weights.
+        base: the base model, a folder or a hub id.
+        name: of the card; None = the adapter's.
+        kind: as for `card_text`.
+        more: further rows of the table.
     """
     from mlora_ext.adapters.trained_parts import labels_of, task_heads, task_of
-    from mlora_ext.interop.read_folder import read_config
 
-    lora = read_config(folder)
-    facts = lora_facts(lora) | training_facts(task.config, step=task.saved_step)
-    text = card_text(
-        task.name,
-        str(lora.base_model_name_or_path),
-        "adapter",
-        task_of(lora) if task_heads(lora) else None,
-        facts,
-        labels=labels_of(lora).get("num_labels"),
-    )
+    task = task_of(lora) if task_heads(lora) else None
+    labels = labels_of(lora).get("num_labels") if kind == "adapter" else None
+    facts = {**lora_facts(lora), **training_facts(adapter, step=step), **more}
+    text = card_text(name or adapter.name, base, kind, task, facts, labels=labels)
     write_file(folder / CARD, text.encode())
 
 

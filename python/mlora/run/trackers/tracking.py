@@ -12,8 +12,7 @@ from typing import Any
 from mlora.config.run_config import RunConfig
 from mlora.config.tracking import missing_packages
 from mlora.errors import RunError, first_line
-from mlora.run.logs import logs_of
-from mlora.run.reporter import Reporter
+from mlora.run.reporter import Reporter, logs_of
 from mlora.run.trackers.background import PATIENCE, Background
 from mlora.run.trackers.tracked_runs import Kind, TrackedRuns, kind_of
 from mlora.run.trackers.tracker import TrackedGroup, Tracker
