@@ -30,7 +30,7 @@ from mlora.store.disk import checksum_of
 from mlora.store.loss_plot import plot_losses
 from mlora.store.run_folder import Metrics, read_metrics
 from mlora.store.samples import append_samples, samples_size
-from mlora.store.state_files import StateFiles, best_file, files_named, finished_files
+from mlora.store.state_files import StateFiles, best_file
 from mlora.sweep.outcome import write_outcome
 from mlora.tasks.groups import Group, Rounds
 from mlora.tasks.result import AdapterResult, RunResult, Status, adapter_result
@@ -72,9 +72,7 @@ class TrainingLoop:
         self._planned = prepared.config.offload.activations != "auto"
         self._rounds = Rounds(prepared.table.members(), prepared.iteration, prepared.decisions.stops)
         self._rounds.waiting = prepared.decisions.minds_ends()
-        folder = self._folder
-        self._states = StateFiles(folder.states, folder.checkpoints)
-        self._finished = StateFiles(folder.finished, folder.checkpoints, finished_files)
+        self._states = StateFiles(self._folder)
 
     def train(self, caught: Sequence[int]) -> None:
         """Iterates until no task runs or a signal was caught, then writes a durable checkpoint."""
@@ -107,7 +105,7 @@ class TrainingLoop:
                 f"out of memory at iteration {self._run.iteration + 1}; {less_memory(self._folder.path)}"
             ) from error
         self._writer.wait()
-        self._prune()
+        self._states.prune([task.name for task in self._table.tasks])
 
     def _plan_activations(self) -> None:
         """Lets each stage plan what becomes of its activations, if the config leaves that to it."""
@@ -523,12 +521,8 @@ class TrainingLoop:
             "rounds": {**self._rounds.state(), "save_asked": self._save_asked},
         }
         states = ((task.name, self._engine.state_dict(task.name)) for task in self._table.admitted())
-        self._states.name(self._run.iteration, files_named(payload))
-        self._finished.name(self._run.iteration, finished_files(payload))
+        self._states.name(payload)
         self._writer.start(self._run.iteration, payload, states)
-        self._prune()  # `start` has waited until the previous checkpoint is durable
-
-    def _prune(self) -> None:
-        """Removes files of states that no checkpoint needs."""
-        for files in (self._states, self._finished):
-            files.prune([task.name for task in self._table.tasks])
+        self._states.prune(
+            [task.name for task in self._table.tasks]
+        )  # `start` has waited until the previous checkpoint is durable

@@ -40,7 +40,7 @@ FREE = {
 The folder of ``base_model`` may have moved; its digest must be the same.
 """
 STEPS = {("adapters", "NAME", "max_steps"), ("defaults", "max_steps")}
-"""Keys that may be raised before a resume; see `mlora.run.longer`."""
+"""Keys that may be raised before a resume; see `mlora.run.resumed`."""
 
 
 def resumed_config(folder: RunFolder, settings: Sequence[str] = ()) -> RunConfig:

@@ -14,26 +14,24 @@ from mlora.errors import RunError
 from mlora.run.callbacks import Callbacks
 from mlora.run.decisions import journaled
 from mlora.run.environment import note_start
-from mlora.run.longer import continue_longer, raised_in
 from mlora.run.loop import TrainingLoop
 from mlora.run.prepare import Prepared, prepare
-from mlora.run.reporter import Reporter, Reporters, some
-from mlora.run.resumed_config import changed_key, changed_lines, resumed_config
+from mlora.run.reporter import Reporter, Reporters
+from mlora.run.resumed import came_before, continue_longer, finished_result, lost_of
+from mlora.run.resumed_config import changed_lines, resumed_config
 from mlora.run.stages import Member, check_replicas
 from mlora.run.trackers.tracked_runs import TrackedRuns
 from mlora.run.trackers.tracker import Tracker
 from mlora.run.trackers.tracking import Tracking, open_trackers
 from mlora.simulate.trace_file import SPANS, TraceFiles
-from mlora.store.checkpoint import list_checkpoints, load_checkpoint, read_checkpoint
+from mlora.store.checkpoint import load_checkpoint
 from mlora.store.checkpoint_writer import CheckpointWriter
 from mlora.store.loss_plot import plot_losses
-from mlora.store.queue import TaskQueue, has_news
+from mlora.store.queue import TaskQueue
 from mlora.store.run_folder import Metrics, RunFolder, read_metrics
 from mlora.store.samples import cut_samples
-from mlora.store.state_files import lost_file
 from mlora.sweep.outcome import write_outcome
-from mlora.sweep.ranking import trials_begun
-from mlora.tasks.result import AdapterResult, RunResult
+from mlora.tasks.result import RunResult
 
 
 def train(
@@ -190,7 +188,7 @@ def _go_on(
     callbacks: Callbacks,
 ) -> RunResult:
     """Continues a run that has something left to do."""
-    checkpoint = load_checkpoint(folder.checkpoints, reporter.warn, partial(_lost, folder, config))
+    checkpoint = load_checkpoint(folder.checkpoints, reporter.warn, partial(lost_of, folder, config))
     check_replicas(config, member)
     with TaskQueue(folder.queue) as queue:
         queue.check()
@@ -205,7 +203,7 @@ def _go_on(
                 decided["taken"] = taken
             if checkpoint.get("samples_bytes") and not folder.samples.exists():
                 reporter.warn(f"{folder.samples}: is gone, and with it answers to held-out prompts")
-            came = _came(config, folder, checkpoint, queue)
+            came = came_before(config, folder, checkpoint, queue)
             for line in changed_lines(checkpoint["config"], config.model_dump()):
                 reporter.note(f"{folder.config}: {line}")
             continue_longer(config, folder, checkpoint, reporter)
@@ -226,75 +224,6 @@ def _go_on(
             cut_samples(folder.samples, checkpoint.get("samples_bytes", 0) if checkpoint else 0)
             prepared.decisions.begin(queue, prepared.iteration, known)
             return _run(prepared, metrics, member, callbacks, trackers)
-
-
-def _lost(folder: RunFolder, config: RunConfig, checkpoint: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with a file that a checkpoint counts on, or None."""
-    before = checkpoint["total_steps"]
-    longer = [each.name for each in config.adapters if each.max_steps > before.get(each.name, each.max_steps)]
-    return lost_file(folder, checkpoint, longer)
-
-
-def _came(
-    config: RunConfig, folder: RunFolder, checkpoint: Mapping[str, Any], queue: TaskQueue
-) -> dict[str, Mapping[str, Any]]:
-    """Returns the submissions and trials that a checkpoint holds, by name, if the run can go on from it."""
-    changed = changed_key(checkpoint["config"], config.model_dump())
-    if changed:
-        raise RunError(
-            f"{folder.config}: {changed} changed since the checkpoint; put it back, or train anew "
-            "with `mlora train RUN.yaml --overwrite`"
-        )
-    for name, task in checkpoint["tasks"].items():
-        if task["state"] == "finished" and not (folder.adapters / name).is_dir():
-            raise RunError(
-                f"{name}: has ended, but {folder.adapters / name} is gone, and checkpoints hold adapters in "
-                "training only; put it back, or train anew with `mlora train RUN.yaml --overwrite`"
-            )
-    taken = checkpoint["decisions"]["taken"]
-    came: dict[str, Mapping[str, Any]] = {
-        r.task: r.content for r in queue.requests() if r.kind == "submit" and r.number <= taken
-    }
-    came |= trials_begun(queue, checkpoint["iteration"])
-    known = {adapter.name for adapter in config.adapters} | set(came)
-    lost = [name for name in checkpoint["tasks"] if name not in known]
-    if lost:
-        raise RunError(
-            f"{folder.queue}: lacks {some(lost)}, which the checkpoint holds; put back the file that was "
-            "there, or train anew with `mlora train RUN.yaml --overwrite`"
-        )
-    return came
-
-
-def finished_result(folder: RunFolder, config: RunConfig) -> RunResult | None:
-    """Returns the result of a run that has nothing left to do, else None."""
-    summary = folder.read_summary()
-    if summary is None or summary["status"] not in ("finished", "failed", "paused"):
-        return None
-    if has_news(folder.queue) or _more_trials(folder, config) or raised_in(config, summary):
-        return None
-    if _is_damaged(folder, config):
-        return None
-    adapters = {name: AdapterResult(**entry) for name, entry in summary["adapters"].items()}
-    return RunResult(summary["status"], folder.path, summary["seconds"], adapters)
-
-
-def _is_damaged(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether a file of a run that has ended is not as its last checkpoint found it."""
-    try:
-        newest = [read_checkpoint(path) for path in list_checkpoints(folder.checkpoints)[-1:]]
-    except RunError:  # nothing needs it any more
-        return False
-    return any(_lost(folder, config, checkpoint) for checkpoint in newest)
-
-
-def _more_trials(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether a sweep's config now asks for more trials than have begun."""
-    sweep = config.sweep
-    if sweep is None or not folder.queue.is_file():
-        return False
-    with TaskQueue(folder.queue) as queue:
-        return sum(1 for _ in trials_begun(queue)) < sweep.count
 
 
 def _run(

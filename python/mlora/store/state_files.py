@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,65 +108,64 @@ def read_state(path: Path, key: str, stamp: Mapping[str, Any], what: str) -> dic
 
 
 class StateFiles:
-    """The files in one of these folders, and which of them are still needed.
+    """The files in ``states`` and ``finished``, and which of them are still needed.
 
-    `named` returns those that a checkpoint needs. A file is removed when no checkpoint of the run names it,
-    neither a durable one nor one in writing. A run that resumes from a checkpoint writes the files again that
-    it had written since then.
+    A file is removed when no checkpoint of the run names it, neither a durable one nor one in writing. A run
+    that resumes from a checkpoint writes the files again that it had written since then.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        checkpoints: Path,
-        named: Callable[[Mapping[str, Any]], frozenset[str]] = files_named,
-    ) -> None:
-        self._folder, self._checkpoints, self._files_named = folder, checkpoints, named
-        self._named: dict[str, frozenset[str]] = {}
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._named: dict[str, frozenset[Path]] = {}
         self._newest = ""
 
-    def name(self, iteration: int, files: Iterable[str]) -> None:
+    def name(self, checkpoint: Mapping[str, Any]) -> None:
         """Notes which files a checkpoint names, before it is written."""
-        self._newest = checkpoint_name(iteration)
+        self._newest = checkpoint_name(checkpoint["iteration"])
         before = self._files_of(self._newest)  # an old checkpoint of this name stays until the new is whole
-        self._named[self._newest] = frozenset(files) | before if before is not None else frozenset(files)
+        self._named[self._newest] = self._paths(checkpoint) | (before or frozenset())
 
     def prune(self, tasks: Collection[str]) -> None:
-        """Removes these tasks' files that no checkpoint needs, and the folder when it is empty."""
-        needed = self._needed() if self._folder.is_dir() else None
-        if needed is None:
+        """Removes these tasks' files that no checkpoint needs, and folders that are empty then."""
+        folders = [each for each in (self._folder.states, self._folder.finished) if each.is_dir()]
+        if not folders or (needed := self._needed()) is None:
             return
-        with os_errors(f"{self._folder}: cannot be cleaned up"):
-            left = [path.name for path in self._folder.iterdir()]
-            for file in [file for file in left if file not in needed and own_state(file, tasks)]:
-                (self._folder / file).unlink(missing_ok=True)
-                left.remove(file)
-            if not left:
-                self._folder.rmdir()
+        for folder in folders:
+            with os_errors(f"{folder}: cannot be cleaned up"):
+                left = list(folder.iterdir())
+                for path in [path for path in left if path not in needed and own_state(path.name, tasks)]:
+                    path.unlink(missing_ok=True)
+                    left.remove(path)
+                if not left:
+                    folder.rmdir()
 
     def drop(self, file: str) -> None:
-        """Removes a file, unless a checkpoint needs it."""
-        needed = self._needed()
-        with os_errors(f"{self._folder}: cannot be cleaned up"):
-            if needed is not None and file not in needed:
-                (self._folder / file).unlink(missing_ok=True)
+        """Removes a file of ``states``, unless a checkpoint needs it."""
+        path, needed = self._folder.states / file, self._needed()
+        with os_errors(f"{path.parent}: cannot be cleaned up"):
+            if needed is not None and path not in needed:
+                path.unlink(missing_ok=True)
 
-    def _needed(self) -> frozenset[str] | None:
+    def _paths(self, checkpoint: Mapping[str, Any]) -> frozenset[Path]:
+        states = {self._folder.states / file for file in files_named(checkpoint)}
+        return frozenset(states | {self._folder.finished / file for file in finished_files(checkpoint)})
+
+    def _needed(self) -> frozenset[Path] | None:
         """Returns the files that checkpoints name; None if one cannot be read, as it may need any file."""
-        names = {path.name for path in list_checkpoints(self._checkpoints)} | {self._newest}
+        names = {path.name for path in list_checkpoints(self._folder.checkpoints)} | {self._newest}
         found = {name: self._files_of(name) for name in names}
         self._named = {name: files for name, files in found.items() if files is not None}
-        return frozenset[str]().union(*self._named.values()) if len(self._named) == len(found) else None
+        return frozenset[Path]().union(*self._named.values()) if len(self._named) == len(found) else None
 
-    def _files_of(self, name: str) -> frozenset[str] | None:
+    def _files_of(self, name: str) -> frozenset[Path] | None:
         """Returns the files that a checkpoint names; None if it cannot be read."""
         if name in self._named:
             return self._named[name]
-        path = self._checkpoints / name
-        if not self._folder.is_dir() or not path.is_file():
+        path = self._folder.checkpoints / name
+        if not path.is_file():
             return frozenset()
         try:
-            return self._files_named(read_tensors(path, mmap=True))
+            return self._paths(read_tensors(path, mmap=True))
         except RunError as error:  # a file that is gone was just removed to make room for a newer one
             return frozenset() if isinstance(error.__cause__, FileNotFoundError) else None
         except (KeyError, TypeError):

@@ -16,6 +16,7 @@ from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
 from mlora.run.task_states import bring_back, set_aside, state_file
 from mlora.store.checkpoint import list_checkpoints, save_checkpoint
+from mlora.store.run_folder import RunFolder
 from mlora.store.state_files import StateFiles
 from mlora.tasks.task import Task
 from stage_runs import tensors
@@ -174,17 +175,21 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
+def of(kept: dict[str, str], iteration: int) -> dict[str, Any]:
+    return {"iteration": iteration, "decisions": {"kept": kept}, "tasks": {}, "config": {}}
+
+
 def test_files_go_when_no_checkpoint_names_them(tmp_path: Path) -> None:
     states, checkpoints = tmp_path / "states", tmp_path / "checkpoints"
     states.mkdir()
-    files, tasks = StateFiles(states, checkpoints), ["a", "b", "c", "nobody"]
+    files, tasks = StateFiles(RunFolder(tmp_path)), ["a", "b", "c", "nobody"]
     a, b, c = (f"{name}-00000001.pt" for name in "abc")
     for number, kept in enumerate([[a], [b], [b, c], []], start=1):
         for name in kept:
             (states / name).touch()
         (states / f"nobody-0000000{number}.pt").touch()
-        payload = {"decisions": {"kept": {k: k for k in kept}}, "tasks": {}, "config": {}}
-        files.name(number, kept)
+        payload = of({k: k for k in kept}, number)
+        files.name(payload)
         files.prune(tasks)  # while the checkpoint is written
         assert set(kept) <= set(names(states))
         save_checkpoint(checkpoints, number, payload, keep=2)
@@ -192,17 +197,17 @@ def test_files_go_when_no_checkpoint_names_them(tmp_path: Path) -> None:
         wanted = {1: [a], 2: [a, b], 3: [b, c], 4: [b, c]}
         assert names(states) == wanted[number]
     # another process knows what checkpoints name from them alone
-    again = StateFiles(states, checkpoints)
-    again.name(5, [])
+    again = StateFiles(RunFolder(tmp_path))
+    again.name(of({}, 5))
     (states / ".b-00000002.pt.tmp").touch()
     again.prune(tasks)
     assert names(states) == [b, c]
     newest = list_checkpoints(checkpoints)[-1]
     newest.write_bytes(b"damaged")
-    StateFiles(states, checkpoints).prune(tasks)
+    StateFiles(RunFolder(tmp_path)).prune(tasks)
     assert names(states) == [b, c]  # who knows
     newest.unlink()
-    save_checkpoint(checkpoints, 5, {"decisions": {"kept": {}}, "tasks": {}, "config": {}}, keep=1)
+    save_checkpoint(checkpoints, 5, of({}, 5), keep=1)
     again.prune(tasks)
     assert not states.exists()
 
