@@ -17,7 +17,7 @@ from ..layers.adapter_layer import AdapterLayer
 from ..layers.adapter_weights import write_weights
 from ..layers.batch_statistics import refuse_batch_statistics, stop_batch_statistics, warn_of_whole_batches
 from ..routing.router import Router
-from ..targets.add_remove import convert_layers, join, plan_adapter, refuse_state, regroup
+from ..targets.add_remove import plan_adapter, put_planned, refuse_state
 from ..targets.entries import warn_of_entries
 from ..warn_caller import warn_caller
 from . import checkpointing, forward
@@ -105,12 +105,7 @@ def convert_silently(
     forward.install(model)
     checkpointing.install(model)
     adapter_interface.install(model)
-    convert_layers(model, plans, autocast_adapter_dtype, every_linear)
-    try:
-        for name, config in adapters.items():
-            join(model, name, config, plans[name], seed)
-    finally:
-        regroup(model)
+    put_planned(model, adapters, plans, seed, autocast_adapter_dtype, every_linear)
     return partial(_warn_of_conversion, model, adapters, dropouts, batch_norms)
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..adapters.registry import kind_for
 from ..errors import AdapterError
 from ..frozen.quantized.families import held_numbers
-from ..targets.find import is_weight
-from ..targets.refuse import MOVED, check_layer, check_module, check_untouched
+from ..targets.refuse import MOVED, check_layer, check_module, check_untouched, is_weight
 
 
 class PeftLayers:

@@ -90,9 +90,7 @@ def put_on(
     plan = plan_adapter(model, name, config)
     refuse_state(model, {name: plan})
     _refuse_trained(model, plan)
-    convert_layers(model, {name: plan}, autocast_adapter_dtype)
-    join(model, name, config, plan, seed)
-    regroup(model)
+    put_planned(model, {name: config}, {name: plan}, seed, autocast_adapter_dtype)
 
 
 def remove_adapter(model: nn.Module, name: str) -> None:
@@ -178,12 +176,17 @@ def _refuse_base_of_loftq(
         raise AdapterError(name, NO_QUANTIZED_LAYER)
 
 
-def convert_layers(
-    model: nn.Module, plans: Mapping[str, Mapping[str, LayerSpec]], autocast: bool, every: bool = False
+def put_planned(
+    model: nn.Module,
+    adapters: Mapping[str, LoraConfig],
+    plans: Mapping[str, Mapping[str, LayerSpec]],
+    seed: int,
+    autocast: bool,
+    every: bool = False,
 ) -> None:
-    """Replaces layers that get their first adapter; reserves one page per layer for several new adapters.
+    """Puts adapters on their plans' layers; `every` also replaces all other linear layers but the head.
 
-    `every` also replaces layers without an adapter, except the output head.
+    Layers that get their first adapter are replaced; for several new adapters each reserves one page.
     """
     router, dtype = router_of(model), _dtype_of(model)
     rows: dict[str, int] = {}
@@ -198,6 +201,11 @@ def convert_layers(
         if len(plans) > 1 and key in rows and isinstance(module, MultiLoRALinear):
             module.lora_A.reserve(rows[key])
             module.lora_B.reserve(rows[key])
+    try:
+        for name, config in adapters.items():
+            _join(model, name, config, plans[name], seed)
+    finally:
+        regroup(model)
 
 
 def _wanted(
@@ -248,11 +256,8 @@ def _replace(model: nn.Module, wanted: type[AdapterLayer], place: LayerPlace) ->
     return layer
 
 
-def join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec], seed: int) -> None:
-    """Gives an adapter its Parameters in converted layers; call `regroup` after the last adapter.
-
-    If that fails, no layer keeps any of them.
-    """
+def _join(model: nn.Module, name: str, config: LoraConfig, plan: Mapping[str, LayerSpec], seed: int) -> None:
+    """Gives an adapter its Parameters in converted layers; if that fails, no layer keeps any of them."""
     info = AdapterInfo(copy.deepcopy(config), named_seed(seed, name, "dropout"), seed)
     awaits, router = needs_data(config) or needs_weights(config), router_of(model)
     try:

@@ -30,12 +30,8 @@ from ..errors import AdapterError
 from ..frozen.quantized.families import is_gptqmodel
 from ..layers.adapter_layer import AdapterLayer
 from ..layers.copies import why_not_copied
-from ..layers.experts import MultiLoRAExperts, MultiLoRAGivenRows
 from ..layers.linear import MultiLoRALinear
-from ..layers.matrix import MultiLoRAMatrix
 from ..layers.over_module import OverModule
-from ..layers.parameter_layer import ParameterLayer
-from ..layers.plain_linear import is_transposed
 from ..layers.task_heads import TaskHeads
 from .refuse import (
     check_parameters,
@@ -43,6 +39,7 @@ from .refuse import (
     check_rows,
     check_target,
     check_tied_copies,
+    is_weight,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +48,6 @@ if TYPE_CHECKING:
 
 Modules = Mapping[str, nn.Module]
 """The base's modules by name, as `base_modules` yields them."""
-_ON_PARAMETERS: tuple[type[ParameterLayer], ...] = (MultiLoRAGivenRows, MultiLoRAExperts, MultiLoRAMatrix)
 
 
 def target_layers(model: nn.Module, name: str, config: LoraConfig) -> dict[str, LayerSpec]:
@@ -292,25 +288,13 @@ def parameter_names(modules: Modules) -> list[str]:
     return [f"{key}.{own}" for key, m in modules.items() for own, _ in m.named_parameters(recurse=False)]
 
 
-def is_weight(module: nn.Module, names: list[str]) -> bool:
-    """Whether the parameter is a linear layer's weight: the same as targeting the layer."""
-    return MultiLoRALinear.serves(module) and names == ["weight"] and not is_transposed(module)
-
-
 def _parameters_spec(
     name: str, config: LoraConfig, key: str, module: nn.Module, names: list[str], kind: str
 ) -> LayerSpec:
-    """Returns the settings on a module's parameters; patterns see each parameter's full name, as in PEFT.
-
-    They come in the order in which PEFT wraps them in a new model.
-    """
-    layer = next((one for one in _ON_PARAMETERS if one.serves(module)), None)
-    able = None if layer is None else layer.candidates(module)
-    check_parameters(name, config, key, module, names, able, is_weight(module, names))
-    if is_weight(module, names):
-        return _layer_spec(config, f"{key}.weight", kind)
-    ordered = [one for one in able or () if one in names]
-    return LayerSpec.of_parameters({one: _layer_spec(config, f"{key}.{one}", kind) for one in ordered})
+    """Returns the settings on a module's parameters; patterns see each parameter's full name, as in PEFT."""
+    ordered = check_parameters(name, config, key, module, names)
+    specs = {one: _layer_spec(config, f"{key}.{one}", kind) for one in ordered}
+    return specs["weight"] if is_weight(module, names) else LayerSpec.of_parameters(specs)
 
 
 def _copies(name: str, config: LoraConfig, modules: Modules) -> dict[str, LayerSpec]:

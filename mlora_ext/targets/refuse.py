@@ -23,9 +23,13 @@ from ..errors import AdapterError
 from ..frozen.quantized.families import family_of, fault_of, is_gptqmodel, is_library_layer
 from ..layers.adapter_layer import AdapterLayer
 from ..layers.embedding import MultiLoRAEmbedding
+from ..layers.experts import MultiLoRAExperts, MultiLoRAGivenRows
 from ..layers.layer_kinds import layer_kind
+from ..layers.linear import MultiLoRALinear
+from ..layers.matrix import MultiLoRAMatrix
 from ..layers.over_module import plain_module
-from ..layers.plain_linear import is_plain_linear
+from ..layers.parameter_layer import ParameterLayer
+from ..layers.plain_linear import is_plain_linear, is_transposed
 from ..layers.trained_rows import has_plain_rows
 
 if TYPE_CHECKING:
@@ -44,6 +48,7 @@ MOVED = (
 """Attributes with the hooks that run in a module's forward and backward; `move_hooks` moves them."""
 _OF_BITSANDBYTES = frozenset({"_load_state_dict_pre_hooks"})
 """Hooks that bitsandbytes puts on each of its layers."""
+_ON_PARAMETERS: tuple[type[ParameterLayer], ...] = (MultiLoRAGivenRows, MultiLoRAExperts, MultiLoRAMatrix)
 _WHAT = {TRAINED_COPY: "trains a copy of it", TRAINED_ROWS: "trains rows of it"}
 _TRIAL = """
 import json, re, resource, sys, time
@@ -144,24 +149,11 @@ def check_target(model: nn.Module, name: str, config: LoraConfig, key: str, line
 
 
 def check_parameters(
-    name: str,
-    config: LoraConfig,
-    key: str,
-    module: nn.Module,
-    names: Sequence[str],
-    able: Sequence[str] | None,
-    is_weight: bool,
-) -> None:
-    """Refuses targeted parameters of a module that cannot have adapters.
+    name: str, config: LoraConfig, key: str, module: nn.Module, names: Sequence[str]
+) -> list[str]:
+    """Returns the targeted parameters of a module in the order in which PEFT wraps them in a new model.
 
-    Args:
-        name: the adapter's.
-        config: its PEFT config.
-        key: the module's name.
-        module: on whose parameters the adapter would sit.
-        names: of these parameters.
-        able: those of the module's parameters that can have adapters; None: its class is unknown.
-        is_weight: whether the one parameter is the weight of a linear layer.
+    Refuses them if they cannot have adapters.
     """
     what = f"target_parameters: {key}.{names[0]}"
     for field in ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora"):
@@ -171,8 +163,8 @@ def check_parameters(
                 f"{what} is a parameter, for which PEFT serves no {field}; leave {field}="
                 f"{getattr(config, field)!r} out, or target modules outside of the experts only",
             )
-    if is_weight:
-        return
+    if is_weight(module, names):
+        return ["weight"]
     adapters = kind_for(name, config)
     if not adapters.is_plain:
         raise AdapterError(
@@ -184,8 +176,10 @@ def check_parameters(
             f"{what} is a parameter, on which init_lora_weights='orthogonal' is not supported; use True or "
             "'gaussian'",
         )
-    if able is None:
+    kind = next((one for one in _ON_PARAMETERS if one.serves(module)), None)
+    if kind is None:
         raise AdapterError(name, f"{what} belongs to a {type(module).__name__}, which is not supported")
+    able = kind.candidates(module)
     others = [parameter for parameter in names if parameter not in able]
     if others:
         raise AdapterError(
@@ -193,6 +187,12 @@ def check_parameters(
             f"target_parameters: {key}.{others[0]} is not supported; in a "
             f"{type(module).__name__} adapters can be put on {' and '.join(able)}",
         )
+    return [one for one in able if one in names]
+
+
+def is_weight(module: nn.Module, names: Sequence[str]) -> bool:
+    """Whether the parameter is a linear layer's weight: the same as targeting the layer."""
+    return MultiLoRALinear.serves(module) and list(names) == ["weight"] and not is_transposed(module)
 
 
 def check_rows(name: str, key: str, module: nn.Module, spec: LayerSpec) -> None:
