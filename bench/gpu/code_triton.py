@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 import mlora_ext as mx
 from gpu import code_cuda
-from mlora_ext.backends import one_layer
+from mlora_ext.backends import run
 from mlora_ext.backends.interface import Layer
 from mlora_ext.backends.triton import operator
 from mlora_ext.frozen.plain import PlainWeight
@@ -95,8 +95,8 @@ def launches_of(variant: Variant, rows: int = 1100, other_rank: int = 8) -> list
     weight = torch.zeros(d_out, d_in, dtype=variant.dtype)
     layers, plan = [Layer(PlainWeight.of(weight), weight)], (layout.table(), torch.ones(2), *drop)
     with _recorded(made), _NoBaseProducts():
-        _, saved = one_layer.forward_of("triton", x, layers, a, [b], plan)
-        one_layer.backward_of("triton", [dy], x, layers, a, [b], saved, plan, (True, True, True))
+        _, saved = run.forward("triton", x, layers, a, b, plan)
+        run.backward("triton", [dy], x, layers, a, b, saved, plan, (True, True, True))
     return made
 
 

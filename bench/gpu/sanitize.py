@@ -17,7 +17,7 @@ from linear.oracle import ALLOWED, errors
 from torch import Tensor
 
 import mlora_ext as mx
-from mlora_ext.backends import one_layer
+from mlora_ext.backends import run as run_layers
 from mlora_ext.backends.gpu_base_gemm import Library, serves
 from mlora_ext.backends.interface import Layer
 from mlora_ext.frozen.plain import PlainWeight
@@ -63,13 +63,13 @@ def shared_results(dtype: torch.dtype, device: str) -> tuple[list[Tensor], list[
         some, lora_a, lora_b = (
             [layers[i] for i in which],
             [m for i in which for m in a[i]],
-            [b[i] for i in which],
+            [m for i in which for m in b[i]],
         )
-        _, saved = one_layer.forward_of("cuda", x, some, lora_a, lora_b, plan)
-        _, da, db = one_layer.backward_of(
+        _, saved = run_layers.forward("cuda", x, some, lora_a, lora_b, plan)
+        _, da, db = run_layers.backward(
             "cuda", [dys[i] for i in which], x, some, lora_a, lora_b, saved, plan, (True, True, True)
         )
-        return [*da, *(matrix for layer in db for matrix in layer), saved[0]]
+        return [*da, *db, saved[0]]
 
     with torch.no_grad():
         together, first, second = run([0, 1]), run([0]), run([1])

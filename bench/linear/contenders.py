@@ -20,8 +20,8 @@ from mlora_ext.backends.selection import Backend, backend_for
 from mlora_ext.frozen import base_gemm as gemm
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.weight import FrozenWeight
-from mlora_ext.ops.autograd import LayerOperands
-from mlora_ext.ops.functional import lora_linear_fused, lora_linear_held, lora_linear_rows
+from mlora_ext.ops.autograd import lora_linear_held
+from mlora_ext.ops.functional import lora_linear_fused, lora_linear_rows
 from mlora_ext.ops.held import UpdateCounts, hold
 
 Run = Callable[[], list[Tensor]]
@@ -213,7 +213,7 @@ def ours_held(layer: Layer) -> Contender:
     for tensor in layer.interleaved():
         tensor.grad = torch.zeros_like(tensor)
     names = tuple(f"a{i}" for i in range(len(layer.lora_a)))
-    held = hold(names, [layer.lora_a], [layer.lora_b], [set()])  # type: ignore[arg-type, list-item]
+    held = hold(names, layer.lora_a, layer.lora_b, [set()])  # type: ignore[arg-type]
     assert held is not None
     frozen, updates, plan = [PlainWeight.of(layer.weight)], UpdateCounts(), _plan(layer)
 
@@ -254,17 +254,21 @@ def ours_fused(layers: Sequence[Layer], backend: Backend | None = None) -> Run:
     frozen = [PlainWeight.of(layer.weight) for layer in layers]
     drop = drop[:2]  # each layer draws masks of its own
     numbers = torch.arange(len(layers), device=x.device) if layers[0].p else None
-    operands = [LayerOperands(w, None, a.lora_a, a.lora_b) for w, a in zip(frozen, layers, strict=True)]
+    lora_a, lora_b = (
+        [a for layer in layers for a in layer.lora_a],
+        [b for layer in layers for b in layer.lora_b],
+    )
     wanted = [x, *(tensor for layer in layers for tensor in layer.interleaved())]
     dys = [layer.dy for layer in layers]
 
     def compute() -> list[Tensor]:
         if backend_for(x.device, x.dtype) == "cuda" and len(layers) > 1:
-            return lora_linear_fused(x, operands, table, scaling, *drop, numbers)
+            plan = table, scaling, *drop, numbers
+            return lora_linear_fused(x, frozen, [None] * len(layers), lora_a, lora_b, plan)
         each = [None] * len(layers) if numbers is None else numbers.unbind()
         return [
-            lora_linear_rows(x, o.frozen, None, o.lora_a, o.lora_b, table, scaling, *drop, number)
-            for o, number in zip(operands, each, strict=True)
+            lora_linear_rows(x, weight, None, one.lora_a, one.lora_b, table, scaling, *drop, number)
+            for weight, one, number in zip(frozen, layers, each, strict=True)
         ]
 
     def run() -> list[Tensor]:

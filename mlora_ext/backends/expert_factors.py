@@ -50,7 +50,9 @@ def expert_factors(
     ranks = [rows // experts for _, _, _, rows in places]
     near = all(stride * experts * size < _MOST_ROW_BYTES for _, stride, _, _ in places)
     aligned = dense and near and alignment * size % 16 == 0 and first.data_ptr() % 16 == 0
-    return Factors(matrices, table, width, max(ranks), dense, alignment, aligned, shapes, gradients, True)
+    return Factors(
+        matrices, first, table, width, max(ranks), dense, alignment, aligned, shapes, gradients, True
+    )
 
 
 def expert_parts(matrix: Tensor, experts: int, *, transposed: bool) -> list[Tensor]:

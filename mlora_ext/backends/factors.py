@@ -31,6 +31,7 @@ class Factors:
 
     Attributes:
         matrices: one per adapter and layer; they must live until the launches that read them are enqueued.
+        first: the first adapter's matrix; offsets count from its address, in elements.
         table: `[L · N, 8]` int64 on their device; columns: docs/dev/gpu.md, "Factors".
         width: d, of the first layer.
         max_rank: R.
@@ -45,6 +46,7 @@ class Factors:
     """
 
     matrices: Sequence[Tensor]
+    first: Tensor
     table: Tensor
     width: int
     max_rank: int
@@ -54,11 +56,6 @@ class Factors:
     shapes: GradientShapes
     into: Sequence[Tensor] | None = None
     add: bool = False
-
-    @property
-    def first(self) -> Tensor:
-        """The first adapter's matrix; offsets count from its address, in elements."""
-        return self.matrices[0]
 
     def new_gradients(self) -> tuple[Factors, list[Tensor]]:
         """Returns the table with memory for new gradients, and these: views with the factors' strides."""
@@ -112,7 +109,7 @@ def factors_of(
     assert gradients is None or all(gradient.dtype is first.dtype for gradient in gradients)
     size, device = first.element_size(), first.device
     described = _described(_addresses(matrices), existing, transposed, size, device)
-    made = Factors(matrices, *described, gradients, gradients is not None)
+    made = Factors(matrices, first, *described, gradients, gradients is not None)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _captured.add(made.table)
     return made
@@ -127,7 +124,7 @@ def _addresses(matrices: Sequence[Tensor]) -> _Addresses:
 def _described(
     addresses: _Addresses, existing: _Addresses | None, transposed: bool, size: int, device: torch.device
 ) -> tuple[Tensor, int, int, bool, int, bool, GradientShapes]:
-    """Returns the fields of `Factors` that follow `matrices`."""
+    """Returns the fields of `Factors` that follow `first`."""
     refuse_meta([True, *map(bool, addresses[0])])  # x is real
     rank_dim = 1 if transposed else 0
     key = _places(addresses, rank_dim, size)

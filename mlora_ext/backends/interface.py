@@ -34,11 +34,13 @@ class Layer(NamedTuple):
         frozen: W `[O, D]`.
         weight: W itself where it is a plain tensor; None: `frozen` makes the products.
         bias: `[O]`, or None.
+        packed: on a CPU, the weight in oneDNN's layout for this direction, or None.
     """
 
     frozen: FrozenWeight
     weight: Tensor | None
     bias: Tensor | None = None
+    packed: Tensor | None = None
 
     @property
     def product(self) -> FrozenWeight:

@@ -19,6 +19,8 @@ class PlainWeight(FrozenWeight):
         layer: has a parameter `weight`: `[O, D]`, or `[D, O]` if its `fan_in_fan_out` is true.
     """
 
+    _name = "weight"
+
     def __init__(self, layer: nn.Module) -> None:
         self._tensors: Mapping[str, Tensor | None] = layer._parameters
         self._transposed = bool(getattr(layer, "fan_in_fan_out", False))
@@ -26,13 +28,18 @@ class PlainWeight(FrozenWeight):
     @classmethod
     def of(cls, weight: Tensor) -> Self:
         """Makes a frozen weight that belongs to no layer, from `[O, D]`; it may be a transposed view."""
+        return cls.named({"weight": weight}, "weight")
+
+    @classmethod
+    def named(cls, tensors: Mapping[str, Tensor | None], name: str) -> Self:
+        """Makes a frozen weight of a layer's parameter of any name, from all of its parameters."""
         plain = cls.__new__(cls)
-        plain._tensors, plain._transposed = {"weight": weight}, False
+        plain._tensors, plain._name, plain._transposed = tensors, name, False
         return plain
 
     def dense(self) -> Tensor:
         """Returns the weight itself as `[O, D]`, without a copy."""
-        weight = self._tensors["weight"]
+        weight = self._tensors[self._name]
         assert weight is not None
         return weight.t() if self._transposed else weight
 
@@ -76,4 +83,6 @@ class PlainWeight(FrozenWeight):
 
     def fused(self, x: Tensor) -> FusedOperands:
         """Returns the weight for the operator's one fused call."""
-        return FusedOperands(self.dense())
+        weight = self._tensors[self._name]  # as `dense`, without a call: each layer comes here in each step
+        assert weight is not None
+        return FusedOperands(weight.t() if self._transposed else weight)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ..adapters.kind import LayerSpec, ParameterSpec, TensorSpec
 from ..adapters.registry import adapter_kind
 from ..frozen.weight import FrozenWeight
+from ..ops.held import HeldByNames
 from ..routing.route import LayerGroup, SharedInput
 from ..routing.router import Router
 from .bank import AdapterBank
-from .held_adapters import HeldByNames
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensor
 from ..frozen.experts import ExpertsWeight, Groups
 from ..frozen.linear import frozen_linear
 from ..never_compiled import never_compiled
+from ..ops.autograd import lora_linear_held
 from ..ops.experts import hold_experts, lora_experts
-from ..ops.functional import lora_linear_held
 from ..ops.held import HeldAdapters
 from ..routing.route import RouteTensors
 from .expert_rows import ExpertRows, pairs_of
@@ -150,11 +150,11 @@ class MultiLoRAExperts(ParameterLayer):
     def _held(self, parameter: str, names: tuple[str, ...]) -> HeldAdapters | None:
         kept, moves = self.tables_of(parameter)
 
-        def make() -> HeldAdapters | None:
+        def make(names: tuple[str, ...]) -> HeldAdapters | None:
             sides, experts = self._sides(parameter, names), self.base.num_experts
             return hold_experts(names, *sides, experts, self.written, swapped=self.swapped)
 
-        return kept.find(names, moves, make)
+        return kept.get(names, moves, make)
 
 
 class MultiLoRAGivenRows(MultiLoRAExperts):

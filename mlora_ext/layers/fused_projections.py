@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..backends.cuda import MOST_LAYERS
 from ..backends.selection import backend_for
-from ..ops.autograd import LayerOperands
-from ..ops.functional import lora_linear_fused, lora_linear_held
+from ..ops.autograd import lora_linear_held
+from ..ops.functional import lora_linear_fused
+from ..ops.held import HeldAdapters, HeldByNames, hold
 from ..routing.route import RouteTensors
 from ..routing.thread_guard import inside_backward
 from .bank import AdapterBank
-from .held_adapters import HeldByNames
 
 if TYPE_CHECKING:
     from .linear import MultiLoRALinear
@@ -103,24 +103,27 @@ class FusedProjections:
     def _compute(self, x: Tensor, active: RouteTensors) -> Sequence[Tensor]:
         drops = self.layers[0].training and active.dropout_p is not None
         plan = active.plan(self._layer_indices() if drops else None)
-        router = self.layers[0].router
+        router, names = self.layers[0].router, active.names
+        frozen = [layer.frozen for layer in self.layers]
+        biases = [layer._parameters.get("bias") for layer in self.layers]
         if router.accumulates and torch.is_grad_enabled():
-            held = self._held.get(active.names, self.layers, router.moves)
-            frozen = [layer.frozen for layer in self.layers]
-            biases = [layer._parameters.get("bias") for layer in self.layers]
+            banks = [_bank(layer, part) for layer in self.layers for part in ("lora_A", "lora_B")]
+            held = self._held.get(names, router.moves + sum(bank.moves for bank in banks), self._hold)
             ys = held and lora_linear_held(x, frozen, biases, held, plan, router.updates)
             if ys:
                 return ys
-        operands = [
-            LayerOperands(
-                layer.frozen,
-                layer.bias,
-                [layer.lora_A.parameter_of(name) for name in active.names],
-                [layer.lora_B.parameter_of(name) for name in active.names],
-            )
-            for layer in self.layers
-        ]
-        return lora_linear_fused(x, operands, *plan)
+        return lora_linear_fused(x, frozen, biases, *self._matrices(names), plan)
+
+    def _hold(self, names: tuple[str, ...]) -> HeldAdapters | None:
+        return hold(names, *self._matrices(names), [layer.written for layer in self.layers])
+
+    def _matrices(self, names: tuple[str, ...]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Returns A, and B, of these adapters on all layers, layer after layer."""
+        a, b = (
+            [_bank(layer, part).parameter_of(name) for layer in self.layers for name in names]
+            for part in ("lora_A", "lora_B")
+        )
+        return a, b
 
     @torch.inference_mode(False)
     def _layer_indices(self) -> Tensor:

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from ..adapters.kind import LayerSpec, ParameterSpec
 from ..adapters.registry import adapter_kind
+from ..backends.selection import chosen_backend
 from ..frozen.linear import frozen_linear
 from ..frozen.plain import PlainWeight
 from ..frozen.quantized.families import base_bias, base_weight, family_of, frozen_weight_of, held_numbers
 from ..frozen.weight import FrozenWeight
-from ..ops.functional import lora_linear_held, lora_linear_rows, scaling_dtype
+from ..ops.autograd import lora_linear_held
+from ..ops.functional import lora_linear_rows, scaling_dtype
+from ..ops.held import HeldAdapters, hold
 from ..routing.route import LayerGroup, RoutePlan, RouteTensors
 from ..routing.router import Router
 from .adapter_layer import AdapterLayer, LayerPlace
@@ -135,18 +138,28 @@ class MultiLoRALinear(AdapterLayer):
         """
         if not self.group.adapters:
             return frozen_linear(x, self.frozen, self.bias)
+        place, batch = None, 1
         if torch.compiler.is_compiling():
-            return self._with_adapters(x, self._compiled_tensors(x))
-        if self.router.observer is not None:
+            active = self._compiled_tensors(x)
+        elif self.router.observer is not None:  # a trial pass, which finds out where samples lie
             return self.router.observer.see(self.name, x, frozen_linear(x, self.frozen, self.bias))
-        active, place, batch = self.router.tensors_for(self, x)
-        if not active.names:
+        else:
+            active, place, batch = self.router.tensors_for(self, x)
+        names = active.names
+        if not names:
             y = frozen_linear(x, self.frozen, self.bias)
             return y if active.observer is None else active.observer.see(self.name, x, y)
         if place is not None:
-            return place.as_before(self._with_adapters(place.samples_first(x, batch), active))
-        shared = None if self.fused_projections is None else self.fused_projections.output(self, x, active)
-        return self._with_adapters(x, active) if shared is None else shared
+            x = place.samples_first(x, batch)
+        elif self.fused_projections is not None and (x.is_cuda or chosen_backend() == "cuda"):
+            shared = self.fused_projections.output(self, x, active)
+            if shared is not None:
+                return shared
+        if self.own_bases and (own := [name for name in names if name in self.own_bases]):
+            y = with_own_bases(self, own, x, active)
+        else:
+            y = self.added(x, active, self.frozen)
+        return y if place is None else place.as_before(y)
 
     def _compiled_tensors(self, x: Tensor) -> RouteTensors:
         """Returns the active route's tensors inside a compiled graph, where nothing can be looked up."""
@@ -165,40 +178,40 @@ class MultiLoRALinear(AdapterLayer):
             )
         return active
 
-    def _with_adapters(self, x: Tensor, active: RouteTensors) -> Tensor:
-        if not active.names:
-            return frozen_linear(x, self.frozen, self.bias)
-        if self.own_bases and (names := [name for name in active.names if name in self.own_bases]):
-            return with_own_bases(self, names, x, active)
-        return self.added(x, active, self.frozen)
-
     def added(self, x: Tensor, active: RouteTensors, frozen: FrozenWeight) -> Tensor:
         """Returns the output over a frozen weight, with the low-rank parts of the route's adapters."""
-        drops = self.training and active.dropout_p is not None
-        plan = active.plan(self._buffers["layer"] if drops else None)
+        plan: RoutePlan
+        if self.training and active.dropout_p is not None:
+            plan = active.plan(self._buffers["layer"])
+        else:
+            plan = active.segments, active.scaling, None, None, None
         bias = self._parameters.get("bias")  # `nn.Module.__getattr__` is slow
         if not self.plain_kinds:
             return mixed_output(self, x, bias, active, plan, frozen)
         return self.operator_output(x, bias, active.names, plan, frozen)
 
     def operator_output(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        names: tuple[str, ...],
-        plan: RoutePlan,
-        frozen: FrozenWeight,
+        self, x: Tensor, bias: Tensor | None, names: tuple[str, ...], plan: RoutePlan, frozen: FrozenWeight
     ) -> Tensor:
         """Returns `[..., d_out]` for adapters whose A and B are `lora_A` and `lora_B`."""
-        holds = self.router.accumulates and torch.is_grad_enabled()
-        if holds and not torch.compiler.is_compiling():
-            held = self.held.get(names, [self], self.router.moves)
-            ys = held and lora_linear_held(x, [frozen], [bias], held, plan, self.router.updates)
+        router, banks = self.router, self._modules
+        if router.accumulates and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # The engine's way: tables of addresses, so that host time does not grow with the adapters.
+            moves: int = router.moves + banks["lora_A"].moves + banks["lora_B"].moves  # type: ignore[assignment, operator, union-attr]
+            held = self.held.get(names, moves, self._hold)
+            ys = held and lora_linear_held(x, [frozen], [bias], held, plan, router.updates)
             if ys:
                 return ys[0]
-        lora_a: list[Tensor] = [self.lora_A.parameter_of(name) for name in names]
-        lora_b: list[Tensor] = [self.lora_B.parameter_of(name) for name in names]
+        lora_a, lora_b = self._matrices(names)
         return lora_linear_rows(x, frozen, bias, lora_a, lora_b, *plan)
+
+    def _hold(self, names: tuple[str, ...]) -> HeldAdapters | None:
+        return hold(names, *self._matrices(names), [self.written])
+
+    def _matrices(self, names: tuple[str, ...]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Returns A `[r, d_in]` and B `[d_out, r]` of these adapters."""
+        bank_a, bank_b = self.lora_A, self.lora_B
+        return [bank_a.parameter_of(name) for name in names], [bank_b.parameter_of(name) for name in names]
 
     def extra_repr(self) -> str:
         adapters = ", ".join(f"{name}: r={spec.rank}" for name, spec in self.specs.items())

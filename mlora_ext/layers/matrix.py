@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from ..frozen.linear import frozen_linear
 from ..frozen.plain import PlainWeight
 from ..never_compiled import never_compiled
-from ..ops.functional import lora_linear_held, lora_linear_rows
+from ..ops.autograd import lora_linear_held
+from ..ops.functional import lora_linear_rows
 from ..ops.held import HeldAdapters, hold
 from ..routing.route import RouteTensors
 from .linear import MultiLoRALinear
@@ -50,7 +51,7 @@ class MultiLoRAMatrix(ParameterLayer):
         return 1, columns, rows
 
     def frozen_parameter(self, parameter: str) -> PlainWeight:
-        return OwnMatrix(self._parameters, parameter)
+        return PlainWeight.named(self._parameters, parameter)
 
     @never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,23 +111,11 @@ class MultiLoRAMatrix(ParameterLayer):
     def _held(self, parameter: str, names: tuple[str, ...]) -> HeldAdapters | None:
         kept, moves = self.tables_of(parameter)
 
-        def make() -> HeldAdapters | None:
+        def make(names: tuple[str, ...]) -> HeldAdapters | None:
             lora_a, lora_b = self.matrices_of(parameter, names)
-            return hold(names, [lora_a], [lora_b], [self.written])
+            return hold(names, lora_a, lora_b, [self.written])
 
-        return kept.find(names, moves, make)
-
-
-class OwnMatrix(PlainWeight):
-    """A parameter of another name than `weight`, looked up at each use."""
-
-    def __init__(self, tensors: Any, name: str) -> None:
-        self._parameters_of_layer, self._name = tensors, name
-
-    def dense(self) -> Tensor:
-        """Returns the parameter itself."""
-        weight: Tensor = self._parameters_of_layer[self._name]
-        return weight
+        return kept.get(names, moves, make)
 
 
 class MatrixInUse(TorchFunctionMode):

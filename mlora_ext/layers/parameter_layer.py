@@ -10,8 +10,8 @@ from torch import nn
 from ..adapters.kind import LayerSpec, ParameterSpec
 from ..adapters.registry import adapter_kind
 from ..frozen.weight import FrozenWeight
+from ..ops.held import HeldByNames
 from .bank import AdapterBank
-from .held_adapters import HeldByNames
 from .over_module import OverModule
 
 _KEPT = 2

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from ..backends import one_layer
+from ..backends import run
 from ..backends.expert_factors import expert_factors, expert_parts
 from ..backends.factors import Factors, own_gradients
 from ..backends.interface import Adapters, Layer, PlanTensors
-from ..backends.selection import Backend, backend_for, gpu_operator
+from ..backends.selection import Backend, backend_for
 from ..frozen.linear import frozen_linear
 from ..frozen.rows import dense_rows
 from ..frozen.weight import FrozenWeight
@@ -131,7 +131,9 @@ class _LoRAExperts(torch.autograd.Function):
             ranks = [one.shape[call.swapped] // call.experts for one in parameters[: len(parameters) // 2]]
             saved: tuple[Tensor, ...] = (x.new_empty(len(x), max(ranks)),)
         else:
-            y, saved = _forward(x, call, call.tables(parameters))
+            with torch._C._AutoDispatchBelowAutograd():
+                a, b = call.tables(parameters)
+                (y,), saved = run.forward(call.backend, x, [Layer(call.frozen, None)], a, b, call.plan)
         if True in ctx.needs_input_grad:
             ctx.set_materialize_grads(False)
             ctx.save_for_backward(x, *saved)
@@ -160,17 +162,6 @@ class _LoRAExperts(torch.autograd.Function):
         return dx, None, *wanted
 
 
-def _forward(x: Tensor, call: _ExpertCall, adapters: Adapters) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Returns y, and what backward needs."""
-    with torch._C._AutoDispatchBelowAutograd():
-        if call.backend == "cpu":
-            y, s = one_layer.cpu_forward(x, call.frozen, None, None, *adapters, call.plan)
-            return y, (s,)
-        layer = Layer(call.frozen, None)
-        (y,), saved = gpu_operator(call.backend).forward(x, [layer], adapters, call.plan)
-        return y, saved
-
-
 def _backward(
     dy: Tensor,
     x: Tensor,
@@ -180,18 +171,11 @@ def _backward(
     need_dx: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Returns dx, if it is wanted, and the gradients of all A and all B."""
-    made = [_cleared(table) for table in call.tables(parameters)]
-    tables = Adapters(*(table for table, _ in made))
-    wanted = need_dx, True, True
+    (a, da), (b, db) = map(_cleared, call.tables(parameters))
+    layers, wanted = [Layer(call.frozen, None)], (need_dx, True, True)
     with torch._C._AutoDispatchBelowAutograd():
-        if call.backend == "cpu":
-            (s,) = saved
-            dx, _, _ = one_layer.cpu_backward(dy, x, call.frozen, None, *tables, s, call.plan, wanted)
-        else:
-            layer = Layer(call.frozen, None)
-            dx = gpu_operator(call.backend).backward([dy], x, [layer], tables, saved, call.plan, wanted)
-        views = [view for _, some in made for view in some]
-        return dx if need_dx else None, own_gradients(parameters, views)
+        dx, _, _ = run.backward(call.backend, [dy], x, layers, a, b, saved, call.plan, wanted)
+        return dx if need_dx else None, own_gradients(parameters, [*da, *db])
 
 
 def _cleared(table: Factors) -> tuple[Factors, list[Tensor]]:

@@ -13,10 +13,8 @@ from ..frozen.linear import frozen_linear
 from ..frozen.plain import PlainWeight
 from ..frozen.rows import dense_rows
 from ..frozen.weight import FrozenWeight
-from . import autograd, held, reference
-from .autograd import LayerOperands
+from . import autograd, reference
 from .dropout import LoRADropout
-from .held import Call, HeldAdapters, UpdateCounts
 from .segments import SegmentLayout
 
 
@@ -101,49 +99,26 @@ def lora_linear_rows(
         with torch.autocast(x.device.type, enabled=False):
             y_TO, _ = reference.lora_linear(x_TD, frozen.dense(), bias, lora_a, lora_b, *plan)
     else:
-        y_TO = autograd.lora_linear(x_TD, frozen, bias, lora_a, lora_b, *plan, backend)
+        (y_TO,) = autograd.lora_linear(x_TD, [frozen], [bias], lora_a, lora_b, plan, backend)
     return y_TO if x.dim() == 2 else y_TO.view(*x.shape[:-1], y_TO.shape[-1])
 
 
 def lora_linear_fused(
     x: Tensor,
-    operands: Sequence[LayerOperands],
-    segments: Tensor,
-    scaling: Tensor,
-    dropout_p: Tensor | None,
-    dropout_rng: Tensor | None,
-    layers: Tensor | None,
+    frozen: Sequence[FrozenWeight],
+    biases: Sequence[Tensor | None],
+    lora_a: Sequence[Tensor],
+    lora_b: Sequence[Tensor],
+    plan: PlanTensors,
 ) -> list[Tensor]:
     """Returns `[..., d_out]` of several layers that share x, by a GPU backend that reads x once.
 
-    The layers have the same adapters, scalings and dropouts; each draws masks of its own (`layers [L]`).
+    Arguments as in `ops.autograd.lora_linear`; each layer draws masks of its own.
     """
-    x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
-    plan = (segments, scaling, dropout_p, dropout_rng, layers)
-    ys = autograd.lora_linear_fused(x_TD, operands, plan, backend_for(x.device, x.dtype))
-    return list(ys) if x.dim() == 2 else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
-
-
-def lora_linear_held(
-    x: Tensor,
-    frozen: Sequence[FrozenWeight],
-    biases: Sequence[Tensor | None],
-    adapters: HeldAdapters,
-    plan: PlanTensors,
-    updates: UpdateCounts,
-) -> Sequence[Tensor] | None:
-    """Returns `[..., d_out]` of each layer by `ops.held`, or None where it does not serve.
-
-    It does not under autocast, with the backend `reference`, and inside `torch.func`.
-    """
-    if torch.is_autocast_enabled(x.device.type) or torch._C._are_functorch_transforms_active():
-        return None
     x_TD = dense_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     backend = backend_for(x.device, x.dtype)
-    if backend == "reference":
-        return None
-    ys = held.lora_linear_held(x_TD, Call(frozen, biases, adapters, plan, backend, updates))
-    return ys if x.dim() == 2 else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
+    ys = autograd.lora_linear(x_TD, frozen, biases, lora_a, lora_b, plan, backend)
+    return list(ys) if x.dim() == 2 else [y.view(*x.shape[:-1], y.shape[-1]) for y in ys]
 
 
 def _check_base(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

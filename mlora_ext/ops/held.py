@@ -1,28 +1,23 @@
-"""The operator where adapters keep their gradients: its host time does not grow with the adapters.
+"""Adapters that keep their gradients, as tables of addresses: host time does not grow with the adapters.
 
 Autograd sees x and one anchor, and backward adds to the gradients itself, as `Router.accumulates` allows. The
-tables of addresses are made once and serve until an adapter or a gradient lies elsewhere.
+tables are made once and serve until an adapter or a gradient lies elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import _SingleLevelFunction
 
-from ..backends import one_layer
 from ..backends.factors import Factors, factors_of
-from ..backends.interface import Adapters, Layer, PlanTensors
-from ..backends.selection import Backend, gpu_operator
-from ..frozen.rows import dense_rows
-from ..frozen.weight import FrozenWeight, FusedOperands
+from ..backends.interface import Adapters
 from ..library import check_library
-from ..once_differentiable import once_differentiable
+
+_KEPT = 64
 
 
 @dataclass
@@ -62,17 +57,54 @@ class HeldAdapters:
     tables: Adapters
     written: Sequence[set[str]]
 
-    def mark(self, dys: Sequence[Tensor | None]) -> None:
-        """Notes that backward adds to the gradients of layers whose output was used."""
-        for names, dy in zip(self.written, dys, strict=True):
-            if dy is not None:
-                names.update(self.names)
+
+class HeldByNames:
+    """Keeps the tables of a layer, or of several that share x, by the names of a batch's adapters.
+
+    They are made anew after Parameters or gradients have moved: `Router.moves` and `AdapterBank.moves` count.
+
+    Args:
+        kept: of how many compositions.
+    """
+
+    def __init__(self, kept: int = _KEPT) -> None:
+        self._held: dict[tuple[str, ...], HeldAdapters | None] = {}
+        self._moves, self._kept = -1, kept
+
+    def get(
+        self, names: tuple[str, ...], moves: int, make: Callable[[tuple[str, ...]], HeldAdapters | None]
+    ) -> HeldAdapters | None:
+        """Returns the tables of these adapters; None where autograd must add to the gradients.
+
+        Args:
+            names: of the adapters.
+            moves: the router's and the banks'.
+            make: makes the tables, if none are kept since the last move.
+        """
+        if moves != self._moves:
+            self._held.clear()
+            self._moves = moves
+        if names not in self._held:
+            if len(self._held) >= self._kept:
+                self._held.pop(next(iter(self._held)))
+            self._held[names] = make(names)
+        return self._held[names]
+
+    def forget(self) -> None:
+        """Drops all tables, which keep Parameters' and gradients' memory."""
+        self._held.clear()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_held": {}, "_moves": -1, "_kept": self._kept}
+
+    def __deepcopy__(self, memo: object) -> HeldByNames:
+        return HeldByNames(self._kept)
 
 
 def hold(
     names: tuple[str, ...],
-    lora_a: Sequence[Sequence[nn.Parameter]],
-    lora_b: Sequence[Sequence[nn.Parameter]],
+    lora_a: Sequence[nn.Parameter],
+    lora_b: Sequence[nn.Parameter],
     written: Sequence[set[str]],
 ) -> HeldAdapters | None:
     """Returns tables of adapters, or None where autograd must add to the gradients.
@@ -82,17 +114,14 @@ def hold(
 
     Args:
         names: of the adapters.
-        lora_a: of each layer, its adapters' `[r, d_in]`.
-        lora_b: of each layer, its adapters' `[d_out, r]`.
+        lora_a: `[r, d_in]` of all adapters of the first layer, then of the second, and so on.
+        lora_b: `[d_out, r]`, likewise.
         written: see `HeldAdapters`.
     """
     check_library()
-    every = [p for layer in (*lora_a, *lora_b) for p in layer]
-    if not every or not all(map(keeps_gradient, every)):
+    if not lora_a or not all(map(keeps_gradient, (*lora_a, *lora_b))):
         return None
-    a = _table([p for layer in lora_a for p in layer], False)
-    b = _table([p for layer in lora_b for p in layer], True)
-    return HeldAdapters(names, Adapters(a, b), written)
+    return HeldAdapters(names, Adapters(_table(lora_a, False), _table(lora_b, True)), written)
 
 
 def _table(parameters: Sequence[nn.Parameter], transposed: bool) -> Factors:
@@ -112,94 +141,8 @@ def keeps_gradient(parameter: nn.Parameter) -> bool:
     return not (parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-class Call(NamedTuple):
-    """What a call needs beside x.
-
-    Attributes:
-        frozen: W `[d_out, d_in]` of each layer.
-        biases: `[d_out]` or None, of each layer.
-        adapters: of the layers.
-        plan: the tensors of `one_layer.PLAN`.
-        backend: which computes; several layers need one for GPUs.
-        updates: the counts of the adapters' updates in place.
-    """
-
-    frozen: Sequence[FrozenWeight]
-    biases: Sequence[Tensor | None]
-    adapters: HeldAdapters
-    plan: PlanTensors
-    backend: Backend
-    updates: UpdateCounts
-
-
-def lora_linear_held(x: Tensor, call: Call) -> Sequence[Tensor]:
-    """Returns `y` of one layer, or of several that share x; backward adds to the adapters' gradients.
-
-    Args:
-        x: `[T, d_in]`, dense rows, in a dtype that the backend serves.
-        call: everything else.
-    """
-    return _Held.apply(x, anchor(), call)  # type: ignore[attr-defined, no-any-return]
-
-
 @cache
 @torch.inference_mode(False)
 def anchor() -> Tensor:
     """Returns a tensor that requires a gradient: the graph holds a layer even if its x needs none."""
     return torch.empty(0, device="cpu", requires_grad=True)
-
-
-class _Held(_SingleLevelFunction):
-    """A `torch.autograd.Function` without its support of `torch.func`, which takes 2 µs a call.
-
-    `_SingleLevelFunction` is the private base class of `Function` in torch 2.11 to 2.13.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x, anchor, call):  # type: ignore[no-untyped-def]
-        frozen, biases, held, plan, backend, updates = call
-        ctx.set_materialize_grads(False)
-        ctx.call, ctx.since = call, updates.count
-        ctx.operands = [one.fused(x) for one in frozen]
-        weights = [None if one is None else one.weight for one in ctx.operands]
-        if backend == "cpu":
-            a, b = held.tables
-            y, s = one_layer.cpu_forward(x, frozen[0], ctx.operands[0], biases[0], a, b, plan)
-            ctx.save_for_backward(x, weights[0], s)
-            return (y,)
-        layers = list(map(Layer, frozen, weights, biases))
-        ys, saved = gpu_operator(backend).forward(x, layers, held.tables, plan)
-        # what `autograd` saves, in its order: a checkpoint may recompute by its way
-        ctx.save_for_backward(x, *weights, *saved)
-        return tuple(ys)
-
-    @staticmethod
-    @once_differentiable(lambda ctx: ctx.saved_tensors[:1])
-    def backward(ctx: Any, *dys: Tensor | None):  # type: ignore[no-untyped-def]
-        frozen, _, held, plan, backend, updates = ctx.call
-        if dys[0] is None and not any(dy is not None for dy in dys):
-            return None, None, None
-        if updates.count != ctx.since:
-            updates.refuse(held.names, ctx.since)
-        if not torch._C._will_engine_execute_node(ctx.next_functions[1][0]):  # the anchor's
-            raise RuntimeError(
-                "adapters keep their gradients, and this backward pass is of some inputs only; call "
-                "Tensor.backward without inputs=, and torch.autograd.grad before the gradients are held"
-            )
-        x, *rest = ctx.saved_tensors
-        weights, saved = rest[: len(frozen)], tuple(rest[len(frozen) :])
-        held.mark(dys)
-        wanted = ctx.needs_input_grad[0], True, True
-        if backend == "cpu":
-            (dy,), (s,), (weight,) = map(dense_rows, dys), saved, weights  # type: ignore[arg-type]
-            operands = None if weight is None else FusedOperands(weight, *ctx.operands[0][1:])
-            a, b = held.tables
-            dx, _, _ = one_layer.cpu_backward(dy, x, frozen[0], operands, a, b, s, plan, wanted)
-        else:
-            rows = [
-                x.new_zeros(len(x), one.shape[0]) if dy is None else dense_rows(dy)
-                for dy, one in zip(dys, frozen, strict=True)
-            ]
-            layers = list(map(Layer, frozen, weights))
-            dx = gpu_operator(backend).backward(rows, x, layers, held.tables, saved, plan, wanted)
-        return dx if wanted[0] else None, None, None

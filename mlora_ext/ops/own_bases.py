@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..backends import one_layer
+from ..backends import run
+from ..backends.interface import Layer
 from ..backends.selection import Backend
 from ..frozen.weight import FrozenWeight
 
@@ -75,14 +76,16 @@ class OwnBases(_Product):
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns `x (W + c B A)ᵀ + b`."""
-        operands = self._base.fused(x)
-        parts = one_layer.forward(self._backend, x, self._base, operands, bias, self._a, self._b, self._plan)
-        return parts[0]
+        weight, packed, _ = self._base.fused(x) or (None, None, None)
+        return self._of(x, Layer(self._base, weight, bias, packed), self._a, self._b)
 
     def matmul_dx(self, dy: Tensor) -> Tensor:
         """Returns `dy (W + c B A)`."""
         a, b = [b.t() for b in self._b], [a.t() for a in self._a]
-        return one_layer.forward(self._backend, dy, _Transposed(self._base), None, None, a, b, self._plan)[0]
+        return self._of(dy, Layer(_Transposed(self._base), None), a, b)
+
+    def _of(self, x: Tensor, layer: Layer, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+        return run.forward(self._backend, x, [layer], a, b, self._plan)[0][0]
 
     def cast(self, dtype: torch.dtype) -> FrozenWeight:
         """Returns it over a base that is cast as autocast does."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends import one_layer
+from ..backends import run
 from ..backends.factors import refuse_meta
 from ..backends.interface import PLAN, Layer
 from ..backends.selection import Backend, backend_for
@@ -35,7 +35,7 @@ _FAKE = (
 
 def _cuda_forward(x, weight, bias, lora_a, lora_b, *rest):  # type: ignore[no-untyped-def]
     layer, plan = Layer(PlainWeight.of(weight), weight, bias), rest[: len(PLAN)]
-    (y,), saved = one_layer.forward_of(_of_device(x), x, [layer], lora_a, [lora_b], plan, masks=False)
+    (y,), saved = run.forward(_of_device(x), x, [layer], lora_a, lora_b, plan, masks=False)
     s = saved[0][0]
     widest = max((len(a) for a in lora_a), default=0)
     return y, s if s.shape[1] == widest else s[:, :widest].contiguous()  # `cuda` pads rows of s
@@ -46,9 +46,7 @@ def _cuda_backward(dy, x, weight, lora_a, lora_b, s, *rest):  # type: ignore[no-
     backend, layer = _of_device(x), Layer(PlainWeight.of(weight), weight)
     if backend == "cuda" and x.element_size() == 2:
         s = torch.nn.functional.pad(s, (0, -s.shape[1] % 8))
-    dx, da, (db,) = one_layer.backward_of(
-        backend, [dy], x, [layer], lora_a, [lora_b], (s.unsqueeze(0),), plan, wanted
-    )
+    dx, da, db = run.backward(backend, [dy], x, [layer], lora_a, lora_b, (s.unsqueeze(0),), plan, wanted)
     return x.new_empty(0) if dx is None else dx, da, db
 
 

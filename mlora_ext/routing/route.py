@@ -20,7 +20,7 @@ from .samples import EVERY, Places, SampleDim
 BASE = "__base__"
 ROWS_OF_A_SAMPLE = 1 << 20
 RoutePlan = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""The operator's arguments of `one_layer.PLAN`."""
+"""The operator's arguments of `backends.interface.PLAN`."""
 
 
 class RoutedLayer(Protocol):
@@ -90,7 +90,7 @@ class RouteTensors:
     _subtracted: dict[tuple[str, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def plan(self, layer: Tensor | None) -> RoutePlan:
-        """Returns the operator's arguments of `one_layer.PLAN`.
+        """Returns the operator's arguments of `backends.interface.PLAN`.
 
         Args:
             layer: index of the layer, or of each of several that share x; None = nothing is dropped.

@@ -16,7 +16,7 @@ from cases import Case, assert_right, first_alone, make
 from torch.utils._pytree import tree_map_only
 
 import mlora_ext as mx
-from mlora_ext.backends import one_layer
+from mlora_ext.backends import run
 from mlora_ext.backends.interface import Layer
 from mlora_ext.backends.plan import Plan, PlanCache
 from mlora_ext.frozen.plain import PlainWeight
@@ -96,10 +96,8 @@ def gradients(backend: str, case: Case, wanted: tuple[bool, bool, bool]) -> list
     x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
     layers = [Layer(PlainWeight.of(weight), weight, bias)]
     with torch.no_grad():
-        _, saved = one_layer.forward_of(backend, x, layers, lora_a, [lora_b], tuple(plan))
-        dx, da, (db,) = one_layer.backward_of(
-            backend, [case.dy], x, layers, lora_a, [lora_b], saved, tuple(plan), wanted
-        )
+        _, saved = run.forward(backend, x, layers, lora_a, lora_b, tuple(plan))
+        dx, da, db = run.backward(backend, [case.dy], x, layers, lora_a, lora_b, saved, tuple(plan), wanted)
     return [[] if dx is None else [dx], da, db]
 
 
@@ -222,16 +220,17 @@ def test_layers_that_share_x(
     indices = None if layer is None else layer + torch.arange(len(cases), device=layer.device)
     plan = (segments, scaling, p_table, rng, indices)
     layers, n = [Layer(PlainWeight.of(case.weight), case.weight) for case in cases], len(one.lora_a)
-    lora_a, lora_b = [a for case in cases for a in case.lora_a], [case.lora_b for case in cases]
+    lora_a, lora_b = [a for case in cases for a in case.lora_a], [b for case in cases for b in case.lora_b]
     with torch.no_grad():
-        y, saved = one_layer.forward_of(backend, x, layers, lora_a, lora_b, plan)
-        dx, da, db = one_layer.backward_of(
+        y, saved = run.forward(backend, x, layers, lora_a, lora_b, plan)
+        dx, da, db = run.backward(
             backend, [c.dy for c in cases], x, layers, lora_a, lora_b, saved, plan, wanted
         )
     alone = [case.run() for case in cases]
     for index, (expected_y, _, *expected) in enumerate(alone):
+        own = slice(n * index, n * index + n)
         assert torch.equal(y[index], expected_y), f"y of layer {index}"
-        found = [*(da[n * index : n * index + n] if wanted[1] else expected[:n]), *db[index]]
+        found = [*(da[own] if wanted[1] else expected[:n]), *db[own]]
         assert all(map(torch.equal, found, expected)), f"gradients of layer {index}"
     # later layers' parts join before they are rounded; panels of ranks after, which may cancel each other
     eps = torch.finfo(dtype).eps
@@ -352,11 +351,11 @@ def test_devices_with_less_shared_memory(backend: str, dtype: torch.dtype, rank:
 
     def results() -> list[torch.Tensor]:
         with torch.no_grad():
-            ys, saved = one_layer.forward_of(backend, x, layers, lora_a * 3, [lora_b] * 3, plan)
-            dx, da, db = one_layer.backward_of(
-                backend, [case.dy] * 3, x, layers, lora_a * 3, [lora_b] * 3, saved, plan, (True, True, True)
+            ys, saved = run.forward(backend, x, layers, lora_a * 3, lora_b * 3, plan)
+            dx, da, db = run.backward(
+                backend, [case.dy] * 3, x, layers, lora_a * 3, lora_b * 3, saved, plan, (True, True, True)
             )
-        return [*ys, *da, *(matrix for layer in db for matrix in layer), dx]
+        return [*ys, *da, *db, dx]
 
     with emulated.no_hopper():
         expected = results()
@@ -439,11 +438,11 @@ def test_saved_masks_of_layers_that_share_x(backend: str, request: pytest.Fixtur
     results = []
     for _ in range(2):
         with torch.no_grad():
-            ys, saved = one_layer.forward_of(backend, x, layers, lora_a * 3, [lora_b] * 3, plan)
-            dx, da, db = one_layer.backward_of(
-                backend, [case.dy] * 3, x, layers, lora_a * 3, [lora_b] * 3, saved, plan, (True, True, True)
+            ys, saved = run.forward(backend, x, layers, lora_a * 3, lora_b * 3, plan)
+            dx, da, db = run.backward(
+                backend, [case.dy] * 3, x, layers, lora_a * 3, lora_b * 3, saved, plan, (True, True, True)
             )
-        results.append([*ys, dx, *da, *(matrix for layer in db for matrix in layer)])
+        results.append([*ys, dx, *da, *db])
         request.getfixturevalue("saved_masks")
     assert saved[1].shape == (3, 200, 5)
     assert all(map(torch.equal, *results))

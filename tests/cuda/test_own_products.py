@@ -11,12 +11,11 @@ from backends import serving
 from cases import Case, assert_right, make
 
 import mlora_ext as mx
-from mlora_ext.backends import gpu_base_gemm, one_layer
+from mlora_ext.backends import gpu_base_gemm, run
 from mlora_ext.backends.gpu_base_gemm import CUBLAS, USUAL, WAYS, GpuBaseGemm, Shape, Way
 from mlora_ext.backends.interface import Layer
 from mlora_ext.backends.selection import gpu_operator
 from mlora_ext.frozen.plain import PlainWeight
-from mlora_ext.ops.autograd import LayerOperands
 from mlora_ext.ops.functional import lora_linear_fused
 
 EMULATED = pytest.mark.parametrize("backend", ["cuda with own products"], indirect=True)
@@ -95,13 +94,13 @@ def results_of(case: Case, layers: list[Layer], dys: list[torch.Tensor]) -> list
     x, _, _, lora_a, lora_b, *plan, _ = case.operator_arguments()
     count = len(layers)
     plan = (*plan, torch.arange(count))
-    every_b = [[b[: len(layer.weight)] for b in lora_b] for layer in layers]
+    every_b = [b[: len(layer.weight)] for layer in layers for b in lora_b]
     with torch.no_grad():
-        ys, saved = one_layer.forward_of("cuda", x, layers, lora_a * count, every_b, plan)
-        dx, da, db = one_layer.backward_of(
+        ys, saved = run.forward("cuda", x, layers, lora_a * count, every_b, plan)
+        dx, da, db = run.backward(
             "cuda", dys, x, layers, lora_a * count, every_b, saved, plan, (True, True, True)
         )
-    return [*ys, dx, *da, *(matrix for layer in db for matrix in layer)]
+    return [*ys, dx, *da, *db]
 
 
 @pytest.mark.parametrize("masks", ["drawn", "stored"])
@@ -122,9 +121,9 @@ def test_layers_that_share_x(masks: str, request: pytest.FixtureRequest) -> None
         every_b = [b[: len(layer.weight)] for b in lora_b]
         own = (*plan, torch.tensor([i]))
         with torch.no_grad():
-            (y,), saved = one_layer.forward_of("cuda", x, [layer], lora_a, [every_b], own)
-            own_dx, da, (db,) = one_layer.backward_of(
-                "cuda", [dy], x, [layer], lora_a, [every_b], saved, own, (True, True, True)
+            (y,), saved = run.forward("cuda", x, [layer], lora_a, every_b, own)
+            own_dx, da, db = run.backward(
+                "cuda", [dy], x, [layer], lora_a, every_b, saved, own, (True, True, True)
             )
         dx += own_dx
         first = 4 + 2 * i
@@ -143,9 +142,9 @@ def test_only_wanted_gradients(wanted: tuple[bool, bool, bool]) -> None:
 
     def gradients(wanted: tuple[bool, bool, bool]) -> list:
         with torch.no_grad():
-            _, saved = one_layer.forward_of("cuda", x, layers, lora_a, [lora_b], tuple(plan))
-            dx, da, (db,) = one_layer.backward_of(
-                "cuda", [case.dy], x, layers, lora_a, [lora_b], saved, tuple(plan), wanted
+            _, saved = run.forward("cuda", x, layers, lora_a, lora_b, tuple(plan))
+            dx, da, db = run.backward(
+                "cuda", [case.dy], x, layers, lora_a, lora_b, saved, tuple(plan), wanted
             )
         return [[] if dx is None else [dx], da, db]
 
@@ -175,11 +174,11 @@ def test_without_the_layer_of_the_largest_rank(dtype: torch.dtype, library: str)
     wide = make([72, 40], [1, 1], [0, 1], dtype=dtype)
     x, weight, _, lora_a, lora_b, *plan, _ = case.operator_arguments()
     frozen = PlainWeight.of(weight)
-    narrow = LayerOperands(frozen, None, lora_a, lora_b)
-    layers = [narrow, LayerOperands(frozen, None, wide.lora_a, wide.lora_b), narrow]
+    narrow, plan = (lora_a, lora_b), (*plan[:2], None, None, None)
     found = []
-    for some in (layers, [narrow, narrow]):
-        ys = lora_linear_fused(x, some, *plan[:2], None, None, None)
+    for some in ([narrow, (wide.lora_a, wide.lora_b), narrow], [narrow, narrow]):
+        a, b = ([matrix for layer in some for matrix in layer[side]] for side in (0, 1))
+        ys = lora_linear_fused(x, [frozen] * len(some), [None] * len(some), a, b, plan)
         found.append(torch.autograd.grad([ys[0], ys[-1]], [x, *lora_a, *lora_b], [case.dy] * 2))
     assert all(map(torch.equal, *found))
 
@@ -253,10 +252,10 @@ def test_rows_that_overlap_are_not_served(stride: int) -> None:
     x = torch.as_strided(torch.randn(8000).to(x.dtype), x.shape, (stride, 1))
     layer = Layer(PlainWeight.of(weight), weight, bias)
     with torch.no_grad():
-        forward = lambda: one_layer.forward_of("cuda", x, [layer], lora_a, [lora_b], (*plan, None))[0]  # noqa: E731
+        forward = lambda: run.forward("cuda", x, [layer], lora_a, lora_b, (*plan, None))[0]  # noqa: E731
         assert ("product" in launches_of(forward)) == (stride == 40)
         (y,) = forward()
-        (expected,) = one_layer.forward_of("cuda", x.clone(), [layer], lora_a, [lora_b], (*plan, None))[0]
+        (expected,) = run.forward("cuda", x.clone(), [layer], lora_a, lora_b, (*plan, None))[0]
     assert (y - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
@@ -267,7 +266,7 @@ def test_a_page_that_would_be_mostly_padding_is_not_made() -> None:
     x, weight, _, lora_a, lora_b, *plan, _ = case.operator_arguments()
     layer = Layer(PlainWeight.of(weight), weight)
     with torch.no_grad():
-        names = launches_of(lambda: one_layer.forward_of("cuda", x, [layer], lora_a, [lora_b], (*plan, None)))
+        names = launches_of(lambda: run.forward("cuda", x, [layer], lora_a, lora_b, (*plan, None)))
     assert "expand" in names
     assert "page" not in names
 

@@ -10,7 +10,7 @@ from cases import Case, assert_right, make
 from tolerances import assert_as_exact, assert_same_up_to_rounding
 
 import mlora_ext as mx
-from mlora_ext.backends import one_layer
+from mlora_ext.backends import run
 from mlora_ext.backends.factors import factors_of, one_dtype
 from mlora_ext.backends.interface import Layer
 from mlora_ext.backends.plan import SPLIT_TILES, TILE_ROWS
@@ -172,7 +172,7 @@ def test_segments_on_another_device_are_refused(backend: str) -> None:
         (segments.to("meta"), scaling, None, None, None),
     )
     with pytest.raises(ValueError, match=r"segments: expected device .* \(that of x\), got meta"):
-        one_layer.forward_of(backend, x, [layer], lora_a, [lora_b], plan)
+        run.forward(backend, x, [layer], lora_a, lora_b, plan)
 
 
 def test_layers_without_adapters(backend: str) -> None:
@@ -181,13 +181,11 @@ def test_layers_without_adapters(backend: str) -> None:
     layers = [Layer(PlainWeight.of(w), w) for w in (weight, 2 * weight)]
     table = mx.SegmentLayout.from_lengths([5], [-1]).table(x.device)
     plan = (table, torch.empty(0), None, None, None)
-    ys, saved = one_layer.forward_of(backend, x, layers, [], [[], []], plan)
+    ys, saved = run.forward(backend, x, layers, [], [], plan)
     assert_same_up_to_rounding(ys[1], 2 * (x @ weight.t()), "y")
     for need_dx in (True, False):
-        dx, da, db = one_layer.backward_of(
-            backend, [dy, dy], x, layers, [], [[], []], saved, plan, (need_dx, True, True)
-        )
-        assert (da, db) == ([], [[], []])
+        dx, da, db = run.backward(backend, [dy, dy], x, layers, [], [], saved, plan, (need_dx, True, True))
+        assert (da, db) == ([], [])
         if need_dx:
             assert_same_up_to_rounding(dx, 3 * (dy @ weight), "dx")
         else:

@@ -19,7 +19,7 @@ from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.weight import FrozenWeight
 from mlora_ext.layers.bank import AdapterBank
 from mlora_ext.layers.linear import MultiLoRALinear
-from mlora_ext.ops.functional import lora_linear_held
+from mlora_ext.ops.autograd import lora_linear_held
 from mlora_ext.ops.held import HeldAdapters, UpdateCounts, hold
 
 
@@ -41,7 +41,7 @@ def leaves(case: Case) -> list[torch.Tensor]:
 
 def held_of(case: Case, written: set[str] | None = None) -> HeldAdapters | None:
     names = tuple(f"a{i}" for i in range(len(case.lora_a)))
-    return hold(names, [case.lora_a], [case.lora_b], [set() if written is None else written])
+    return hold(names, case.lora_a, case.lora_b, [set() if written is None else written])
 
 
 def forward(

@@ -11,7 +11,8 @@ from tolerances import assert_as_exact, in_other_orders
 from torch.utils.checkpoint import checkpoint
 
 import mlora_ext as mx
-from mlora_ext.backends import one_layer
+from mlora_ext.backends import run
+from mlora_ext.backends.interface import Layer
 from mlora_ext.backends.selection import Backend
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops.functional import lora_linear_rows
@@ -117,12 +118,11 @@ LowRank = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
 def low_rank(backend: Backend, case: Case) -> LowRank:
     """s, dA and dB of all adapters."""
     x, weight, bias, lora_a, lora_b, *plan = case.operator_arguments()
-    held, layer = PlainWeight.of(weight), (lora_a, lora_b)
-    operands = held.fused(x)
+    layers = [Layer(PlainWeight.of(weight), weight, bias)]
     with torch.no_grad():
-        _, saved = one_layer.forward(backend, x, held, operands, bias, *layer, tuple(plan))
-        _, da, db = one_layer.backward(
-            backend, case.dy, x, held, operands, *layer, saved, tuple(plan), (True, True, True)
+        _, saved = run.forward(backend, x, layers, lora_a, lora_b, tuple(plan))
+        _, da, db = run.backward(
+            backend, [case.dy], x, layers, lora_a, lora_b, saved, tuple(plan), (True, True, True)
         )
     return saved[0].reshape(len(x), -1), da, db
 

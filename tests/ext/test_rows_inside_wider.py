@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from mlora_ext.backends.selection import Backend
 from mlora_ext.frozen import base_gemm as gemm
 from mlora_ext.frozen.plain import PlainWeight
-from mlora_ext.ops.autograd import LayerOperands
 from mlora_ext.ops.functional import lora_linear_fused
 
 OURS = (
@@ -75,13 +74,13 @@ def test_products_never_read_rows_inside_wider_tensors(dtype: torch.dtype, rows:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_nor_do_those_of_layers_that_share_x(dtype: torch.dtype) -> None:
     case = case_of(97, dtype)
-    operands = [LayerOperands(PlainWeight.of(case.weight), case.bias, case.lora_a, case.lora_b)] * 2
-    plan = case.operator_arguments()[5:7]
+    frozen, plan = PlainWeight.of(case.weight), (*case.operator_arguments()[5:7], None, None, None)
+    layers = [frozen] * 2, [case.bias] * 2, case.lora_a * 2, case.lora_b * 2
     results = []
     for wrap in (torch.Tensor.detach, inside_nan):
         x, dy = wrap(case.x).requires_grad_(), wrap(case.dy)
         with Products() as products:
-            ys = lora_linear_fused(x, operands, *plan, None, None, None)
+            ys = lora_linear_fused(x, *layers, plan)
             results.append([*ys, *torch.autograd.grad(ys, x, [dy, dy])])
     products.assert_none_of(x, dy)
     assert all(map(torch.equal, *results))
