@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from linear.contenders import Layer, ours_fused, sharing
 from linear.layouts import balanced, mixed_ranks
-from shared.command_line import documented_parser
+from shared.harness import documented_parser
 from shared.shapes import MODELS, SHARE_X
 from shared.timing import take_turns
 from torch import Tensor

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from shared import machine
-from shared.command_line import documented_parser
+from shared.harness import documented_parser
 from shared.counting import LAUNCHED, trace_events
 from shared.results import RESULTS
 from shared.timing import take_turns

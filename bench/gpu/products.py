@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.command_line import documented_parser
+from shared.harness import documented_parser
 
 from gpu.jobs import Jobs, serve
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from shared import machine
 from shared.results import RESULTS, write_json
-from shared.tables import dtype_name
+from shared.results import dtype_name
 from shared.timing import take_turns
 
 from linear import contenders, limits, peers

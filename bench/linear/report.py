@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.figures import figure
-from shared.tables import cell
+from shared.results import cell
 
 SLOWER = 1.03
 """How much slower than a loop without dropout ours may be, with dropout."""

@@ -18,7 +18,7 @@ from linear.layouts import balanced, mixed_ranks
 from linear.limits import Work, frozen, low_rank
 from linear.oracle import Entry
 from shared.shapes import MODELS, ModelShape
-from shared.tables import dtype_name
+from shared.results import dtype_name
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

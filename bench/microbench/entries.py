@@ -13,7 +13,7 @@ from linear.layouts import LAYOUTS
 from linear.limits import Ceilings, Work
 from linear.oracle import Entry, Oracle, WrongResult
 from shared.counting import count
-from shared.tables import dtype_name
+from shared.results import dtype_name
 from shared.timing import back_to_back, take_turns
 
 from microbench.settings import Findings, Settings, failures, first_line

@@ -13,7 +13,7 @@ from linear.layouts import LAYOUTS, mixed_ranks
 from linear.limits import Work, frozen, low_rank
 from linear.oracle import Entry, compare
 from shared.shapes import MODELS, SHARE_X
-from shared.tables import dtype_name
+from shared.results import dtype_name
 from torch import Tensor
 
 from microbench.entries import FROZEN, able, limit, model_entry, timed

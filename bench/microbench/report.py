@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from shared.shapes import MODELS
-from shared.tables import cell, dtype_name
+from shared.results import cell, dtype_name
 
 from microbench.entries import FROZEN
 from microbench.settings import Findings, Settings

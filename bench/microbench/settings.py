@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from linear.limits import Ceilings, measure_ceilings
-from shared.tables import dtype_name
+from shared.results import dtype_name
 
 import mlora_ext as mx
 from mlora_ext.backends.selection import Backend, backend_for

@@ -17,7 +17,7 @@ from linear.contenders import Run
 from linear.layouts import mixed_ranks
 from linear.oracle import Entry
 from shared.shapes import MODELS
-from shared.tables import dtype_name
+from shared.results import dtype_name
 from torch import Tensor, nn
 
 import mlora_ext as mx

@@ -29,7 +29,7 @@ from mlora.data.dataset import Sample
 from mlora.engine.full_engine import FullEngine
 from mlora.offload.options import OffloadOptions
 from mlora.optim.optim_config import OptimConfig
-from shared.command_line import start_quietly
+from shared.harness import start_quietly
 from transformers.utils import logging as transformers_logging
 
 from offload.base import DTYPE

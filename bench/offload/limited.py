@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict
 
 from mlora.config.sections import parse_size
-from shared.command_line import documented_parser
+from shared.harness import documented_parser
 
 from offload.memory_group import MemoryGroup
 

@@ -15,7 +15,7 @@ from mlora.offload.planner.machine import Budget, Machine
 from mlora.offload.planner.memory_need import memory_need
 from mlora.offload.planner.workload import OffloadWorkload, StatePlacement
 from mlora.simulate.public_models import PUBLIC_MODELS
-from shared.command_line import documented_parser
+from shared.harness import documented_parser
 
 from offload.rivals import RIVALS
 

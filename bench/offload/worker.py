@@ -26,7 +26,7 @@ from mlora.cluster.device import set_allocators
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
 from mlora.offload.options import OffloadOptions
-from shared.command_line import start_quietly
+from shared.harness import start_quietly
 from transformers.utils import logging as transformers_logging
 
 from offload.base import DTYPE

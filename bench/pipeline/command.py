@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from shared import machine
-from shared.command_line import documented_parser
+from shared.harness import documented_parser
 from shared.results import RESULTS, write_json
 
 from pipeline.measures import row_of, worst_difference

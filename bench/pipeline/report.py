@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.figures import about, figure
-from shared.tables import cell, width
+from shared.results import cell, width
 
 _COLUMNS = (
     ("tokens/s", "tokens_per_second", "10.1f", 1),

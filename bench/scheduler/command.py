@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shared import machine
-from shared.command_line import documented_parser, start_quietly
+from shared.harness import documented_parser, start_quietly
 from shared.results import RESULTS, write_json
 from transformers.utils import logging as transformers_logging
 

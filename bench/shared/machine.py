@@ -8,17 +8,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shared.results import RESULTS, write_json
-from shared.tables import dtype_name
+from shared.results import dtype_name
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+BENCH = (sys.executable, str(CHECKOUT / "bench" / "__main__.py"))
+"""Begins the command of a benchmark in a process of its own."""
 
 
 def describe(command: str | None = None, commit: str | None = None) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def describe(command: str | None = None, commit: str | None = None) -> dict[str,
         "torch": torch.__version__,
         **{name: version(name) for name in ("transformers", "peft")},
         "threads": torch.get_num_threads(),
-        "command": command or " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": command or " ".join(sys.argv),
         "commit": (commit or _commit()) + _foreign(),
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
     }
@@ -117,11 +117,6 @@ class OtherProcesses:
             self.share = round(max(0.0, others) / (wall * (os.cpu_count() or 1)), 3)
 
 
-def write(name: str, result: Mapping[str, Any]) -> None:
-    """Writes a result as `bench/results/<name>.json`, with the machine."""
-    write_json(RESULTS / f"{name}.json", {"machine": describe(), **result}, indent=2)
-
-
 def busy_seconds() -> float | None:
     """Returns the seconds that all cores have worked since the machine started; None where nobody tells."""
     stat = Path("/proc/stat")
@@ -129,6 +124,15 @@ def busy_seconds() -> float | None:
         return None
     user, nice, system, _, _, irq, softirq = map(int, stat.read_text().split()[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def resident(key: str) -> int:
+    """Returns bytes that the kernel tells of this process: `VmRSS` now, `VmHWM` at most so far.
+
+    `ru_maxrss` is, across fork and exec, at least the parent's.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def _own_seconds() -> float:

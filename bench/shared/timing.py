@@ -11,11 +11,12 @@ just run for the layer before.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -54,11 +55,12 @@ class HostClock:
     """Wall and processor time; two calls in a row."""
 
     def turn(self, run: Run) -> tuple[float, ...]:
-        return (_timed(run)[0], *_timed(run))
+        first, second = timed(run), timed(run)
+        return first["seconds"], second["seconds"], second["processors"]
 
     def timing(self, turns: list[tuple[float, ...]]) -> Timing:
-        first, wall, processor = zip(*turns, strict=True)
-        busy = sum(processor) / sum(wall)
+        first, wall, processors = zip(*turns, strict=True)
+        busy = sum(s * p for s, p in zip(wall, processors, strict=True)) / sum(wall)
         return Timing(statistics.median(wall), spread(wall), statistics.median(first), busy)
 
 
@@ -123,25 +125,55 @@ def take_turns(
     return {name: clock.timing(times) for name, times in turns.items()}
 
 
-def medians(cases: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 3) -> dict[str, float]:
-    """Median seconds of each case, the cases taking turns so that a disturbance meets all of them.
+Turn = dict[str, dict[str, Any]]
+"""What each contender took in one turn: wall `seconds`, `processors`, and what it told itself."""
 
-    Args:
-        cases: functions by name.
-        rounds: timed calls of each.
-        warm_up: calls before.
 
-    Returns:
-        Seconds by name.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(warm_up + rounds):
-        for name, run in cases.items():
-            begin = time.perf_counter()
-            run()
-            if turn >= warm_up:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+def timed(run: Callable[[], object]) -> dict[str, Any]:
+    """Returns wall seconds of a call, how many processors were busy, and the numbers that it returned."""
+    wall, processor = time.perf_counter(), time.process_time()
+    told = run()
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    return {"seconds": wall, "processors": processor / wall, **(told if isinstance(told, dict) else {})}
+
+
+def in_order(names: Iterable[str], turn: int) -> list[str]:
+    """Returns who runs after whom in a turn: every second turn is in reverse order."""
+    forwards = list(names)
+    return forwards if turn % 2 == 0 else forwards[::-1]
+
+
+def alternate(cases: Mapping[str, Callable[[], object]], turns: int, warm_up: int = 1) -> list[Turn]:
+    """Times each case once a turn, after turns that do not count: only ratios within a turn are compared."""
+    found = []
+    for turn in range(warm_up + turns):
+        taken = {name: timed(cases[name]) for name in in_order(cases, turn)}
+        if turn >= warm_up:
+            found.append({name: taken[name] for name in cases})
+    return found
+
+
+def ratio(turns: Iterable[Turn], upper: str, lower: str, key: str = "seconds") -> float:
+    """Returns the median over turns of the ratio of two contenders' numbers."""
+    return statistics.median(turn[upper][key] / turn[lower][key] for turn in turns)
+
+
+def medians(turns: Sequence[Turn]) -> dict[str, dict[str, Any]]:
+    """Returns each contender's medians, and the interquartile range over the median of its seconds."""
+    return {
+        name: {
+            key: statistics.median(turn[name][key] for turn in turns)
+            for key, value in turns[0][name].items()
+            if isinstance(value, float)
+        }
+        | {"spread": spread([turn[name]["seconds"] for turn in turns])}
+        for name in turns[0]
+    }
+
+
+def cores() -> int:
+    """Returns how many processors this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def spread(seconds: Sequence[float]) -> float | None:
@@ -179,12 +211,3 @@ def median_seconds(run: Run, place: torch.device, calls: int = 5) -> float:
 def _wait(place: torch.device) -> None:
     if place.type == "cuda":
         torch.cuda.synchronize(place)
-
-
-def _timed(run: Run) -> tuple[float, float]:
-    """Wall and processor seconds of one call, without freeing its results."""
-    wall, processor = time.perf_counter(), time.process_time()
-    results = run()
-    wall, processor = time.perf_counter() - wall, time.process_time() - processor
-    del results
-    return wall, processor

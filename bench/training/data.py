@@ -1,7 +1,7 @@
 """What tokenised data takes in memory, and how soon a run over a million samples begins to train.
 
-    python bench/bench_data.py                  # results/data.{json,txt}
-    python bench/bench_data.py --quick --out /tmp/data
+    python -m bench data                  # results/data.{json,txt}
+    python -m bench data --quick --out /tmp/data
 
 Memory: 10 million tokens in 50,000 samples, a quarter of each not trained, read from jsonl of token ids. A
 process reads all samples once; its resident memory, less what it had before, is divided by the tokens.
@@ -27,8 +27,7 @@ import time
 from pathlib import Path
 
 from shared import machine
-from shared.command_line import documented_parser
-from shared.results import RESULTS, write_json
+from shared.harness import Found, measured
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "tiny-base"
 LENGTH = 200
@@ -46,9 +45,7 @@ def write_ids(path: Path, samples: int) -> None:
 
 def resident() -> dict[str, int]:
     """Returns this process's resident bytes: all, and those that no file holds."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return {name: 1024 * int(fields[key].split()[0]) for name, key in (("all", "VmRSS"), ("own", "RssAnon"))}
+    return {"all": machine.resident("VmRSS"), "own": machine.resident("RssAnon")}
 
 
 def measure_memory(kind: str, path: Path, cache: Path) -> None:
@@ -133,36 +130,30 @@ def measure_start(folder: Path, samples: int, rounds: int) -> dict[str, float]:
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 
 
-def main() -> int:
-    parser = documented_parser(__doc__)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes")
-    parser.add_argument("--rounds", type=int, default=3, help="second starts and resumes")
-    parser.add_argument("--out", default="data", help="name in results/, or a path")
-    parser.add_argument("--memory-of", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.memory_of:
-        kind, path, cache = arguments.memory_of
-        measure_memory(kind, Path(path), Path(cache))
-        return 0
-    samples, many = (2_000, 4_000) if arguments.quick else (50_000, 1_000_000)
-    info = machine.describe()
-    lines = [f"{info['processor']}, torch {info['torch']}, commit {info['commit']}"]
-    with tempfile.TemporaryDirectory() as name, machine.OtherProcesses() as others:
+def measure(options: argparse.Namespace) -> Found:
+    """Measures memory and starts."""
+    samples, many = (2_000, 4_000) if options.quick else (50_000, 1_000_000)
+    memory, lines = {}, []
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_ids(folder / "ids.jsonl", samples)
-        memory, words = {}, [sys.executable, sys.argv[0], "--memory-of"]
         for kind in ("table", "tuples"):
-            command = [*words, kind, str(folder / "ids.jsonl"), str(folder / "cache")]
-            memory[kind] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+            words = ["--memory-of", kind, folder / "ids.jsonl", folder / "cache"]
+            done = subprocess.run([*machine.BENCH, "data", *words], check=True, stdout=subprocess.PIPE)
+            memory[kind] = json.loads(done.stdout)
             whole, own = memory[kind]["all"], memory[kind]["own"]
             lines.append(f"{kind:8} {whole:6.2f} bytes a token resident, {own:6.2f} of them in no file")
-        start = {str(count): measure_start(folder, count, arguments.rounds) for count in (2_000, many)}
+        start = {str(count): measure_start(folder, count, options.turns) for count in (2_000, many)}
     for count, seconds in start.items():
         told = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
         lines.append(f"{int(count):9,} samples: seconds to the first step: {told}")
-    lines.append(f"other processes took {100 * (others.share or 0):.1f}% of the machine")
-    print("\n".join(lines))
-    out = Path(arguments.out) if "/" in arguments.out else RESULTS / arguments.out
-    write_json(out.with_suffix(".json"), {"machine": info, "memory": memory, "start": start})
-    out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
-    return 0
+    return Found({"memory": memory, "start": start}, lines)
+
+
+def main() -> int:
+    """Measures, prints, and writes the results; a process of its own reads samples."""
+    if sys.argv[1:2] == ["--memory-of"]:
+        kind, path, cache = sys.argv[2:]
+        measure_memory(kind, Path(path), Path(cache))
+        return 0
+    return measured(__doc__, measure, out="data", turns=3)

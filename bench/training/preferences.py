@@ -1,7 +1,7 @@
 """Four DPO adapters in one run, against TRL's `DPOTrainer` training them one after the other.
 
-    .venv-trl/bin/python bench/bench_preferences.py            # `make trl` makes this environment
-    .venv-trl/bin/python bench/bench_preferences.py --quick
+    .venv-peers/bin/python -m bench preferences            # `make peers` makes this environment
+    .venv-peers/bin/python -m bench preferences --quick
 
 Each way trains in a process of its own, in turns; medians of the turns are compared. Both train on the same
 pairs, all equally long, so that TRL pads nothing. The adapters differ in beta and have data of their own, or
@@ -12,27 +12,23 @@ loaded.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from shared import machine
-from shared.command_line import documented_parser, start_quietly
+from shared.harness import Found, measured, start_quietly, table
 from shared.llama import random_llama
-from shared.results import RESULTS, write_json
 from shared.shapes import ModelShape
 
-SCRIPT = Path(__file__).parents[1] / "bench_preferences.py"
 VOCABULARY = 4096
 ADAPTERS, BATCH, PROMPT, COMPLETION = 4, 4, 32, 32
 BETAS = [0.05, 0.1, 0.2, 0.5]
@@ -43,7 +39,6 @@ LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
 
 def base() -> Any:
     """Llama of 2 layers, hidden 256, random."""
-    torch.manual_seed(0)
     shape = ModelShape(256, 688, heads=4, kv_heads=4, layers=2, vocabulary=VOCABULARY)
     return random_llama(shape, max_position_embeddings=512)
 
@@ -53,17 +48,6 @@ def pairs(count: int, seed: int) -> list[tuple[list[int], list[int], list[int]]]
     draw = random.Random(seed)
     sizes = (PROMPT, COMPLETION, COMPLETION)
     return [tuple([draw.randrange(3, VOCABULARY) for _ in range(n)] for n in sizes) for _ in range(count)]  # type: ignore[misc]
-
-
-def resident() -> int:
-    """Bytes of resident memory now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak() -> int:
-    """The most bytes of resident memory so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def ours(steps: int, shared_data: bool) -> dict[str, float]:
@@ -78,7 +62,7 @@ def ours(steps: int, shared_data: bool) -> dict[str, float]:
         return Sample((*prompt, *completion), (*(-100,) * len(prompt), *completion))
 
     engine = Engine(base(), seed=0)
-    before, names = resident(), [f"a{index}" for index in range(ADAPTERS)]
+    before, names = machine.resident("VmRSS"), [f"a{index}" for index in range(ADAPTERS)]
     data = {}
     for index, name in enumerate(names):
         objective = {"name": "dpo", "beta": BETAS[index]}
@@ -93,7 +77,7 @@ def ours(steps: int, shared_data: bool) -> dict[str, float]:
         engine.forward_backward(batch, ends=names)
         for name in names:
             engine.optim_step(name)
-    return {"seconds": time.perf_counter() - begin, "memory": peak() - before}
+    return {"seconds": time.perf_counter() - begin, "memory": machine.resident("VmHWM") - before}
 
 
 def trl(steps: int) -> dict[str, float]:
@@ -114,7 +98,7 @@ def trl(steps: int) -> dict[str, float]:
 
     model = base()
     tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "examples" / "tiny-base")
-    before, seconds = resident(), 0.0
+    before, seconds = machine.resident("VmRSS"), 0.0
     for index in range(ADAPTERS):
         rows = pairs(BATCH * (steps + WARM_UP), seed=index)
         ids = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, c, r in rows]
@@ -152,39 +136,23 @@ def trl(steps: int) -> dict[str, float]:
             trainer.train()
         model = trainer.model.unload()
         seconds += clock.seconds
-    return {"seconds": seconds, "memory": peak() - before}
+    return {"seconds": seconds, "memory": machine.resident("VmHWM") - before}
 
 
 def one(way: str, steps: int, threads: int) -> dict[str, float]:
     """Trains one way in a process of its own."""
-    command = [sys.executable, str(SCRIPT), "--worker", way, "--steps", str(steps), "--threads", str(threads)]
+    command = [*machine.BENCH, "preferences", "--worker", way, str(steps), str(threads)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def main() -> int:
-    """Runs all ways in turns, prints and writes medians."""
-    parser = documented_parser(__doc__)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--output", type=Path, default=RESULTS / "preferences.json")
-    parser.add_argument("--worker", choices=WAYS)
-    args = parser.parse_args()
-    if args.worker:
-        torch.set_num_threads(args.threads)
-        warnings.simplefilter("ignore")
-        way = args.worker
-        print(json.dumps(trl(args.steps) if way == "TRL" else ours(args.steps, way != "ours")))
-        return 0
-    start_quietly(args.threads)
-    if args.quick:
-        args.steps, args.turns = 5, 1
-    turns = [{way: one(way, args.steps, args.threads) for way in WAYS} for _ in range(args.turns)]
-    tokens = args.steps * ADAPTERS * BATCH * 2 * (PROMPT + COMPLETION)
+def measure(options: argparse.Namespace) -> Found:
+    """Runs all ways in turns."""
+    steps = 5 if options.quick else options.steps
+    turns = [{way: one(way, steps, options.threads) for way in WAYS} for _ in range(options.turns)]
+    tokens = steps * ADAPTERS * BATCH * 2 * (PROMPT + COMPLETION)
     rows = {}
     for way in WAYS:
         seconds = [turn[way]["seconds"] for turn in turns]
@@ -193,10 +161,24 @@ def main() -> int:
             "seconds": seconds,
             "memory_mib": statistics.median(turn[way]["memory"] for turn in turns) / 2**20,
         }
-        print(f"{way:20} {rows[way]['tokens_per_second']:8.0f} tokens/s {rows[way]['memory_mib']:6.0f} MiB")
-    setting = {"adapters": ADAPTERS, "pairs": BATCH, "prompt": PROMPT, "completion": COMPLETION}
-    setting |= {"steps": args.steps, "threads": args.threads}
-    result = {"machine": machine.describe(), "setting": setting, "ways": rows}
-    if not args.quick:
-        write_json(args.output, result)
-    return 0
+    setting = {
+        "adapters": ADAPTERS,
+        "pairs": BATCH,
+        "prompt": PROMPT,
+        "completion": COMPLETION,
+        "steps": steps,
+    }
+    columns = (("tokens/s", "tokens_per_second", "9.0f", 1.0), ("MiB", "memory_mib", "6.0f", 1.0))
+    return Found({"setting": setting | {"threads": options.threads}, "ways": rows}, table(rows, columns))
+
+
+def main() -> int:
+    """Measures, prints, and writes the results; a process of its own trains one way."""
+    if sys.argv[1:2] == ["--worker"]:
+        way, steps, threads = sys.argv[2], *map(int, sys.argv[3:])
+        start_quietly(threads)
+        print(json.dumps(trl(steps) if way == "TRL" else ours(steps, way != "ours")))
+        return 0
+    return measured(
+        __doc__, measure, out="preferences", add=lambda p: p.add_argument("--steps", type=int, default=30)
+    )

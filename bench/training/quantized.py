@@ -1,8 +1,8 @@
 """Training N adapters over one 4-bit base, against PEFT's QLoRA one adapter after the other, in the same run.
 
-    python bench/bench_quantized.py            # 2 threads
-    python bench/bench_quantized.py --quick
-    python bench/bench_quantized.py --device cuda   # bf16, wider layers
+    python -m bench quantized                # 2 threads
+    python -m bench quantized --quick
+    python -m bench quantized --device cuda --out quantized-cuda   # bf16, wider layers
 
 Both quantise the same Llama of random weights with bitsandbytes (nf4, double quantisation). A step is
 forward, backward, clipping and fused AdamW for every adapter on its own batch. PEFT keeps its adapters on one
@@ -16,10 +16,8 @@ over plain fp32 weights.
 
 from __future__ import annotations
 
-import copy
-import statistics
+import argparse
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,19 +26,20 @@ from typing import Any
 import torch
 from mlora.cluster.allocators import keep_freed_memory
 from mlora.config.quantization_config import QuantizationConfig
-from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
 from mlora.model.quantization import transformers_config
-from mlora.optim.optim_config import OptimConfig
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from shared import machine
-from shared.command_line import documented_parser, start_quietly
 from shared.counting import live_peak
+from shared.harness import Found, measured
 from shared.llama import random_llama
+from shared.results import dtype_name
 from shared.shapes import ModelShape
+from shared.timing import alternate, medians
 from transformers import AutoModelForCausalLM
 
 from mlora_ext.frozen.base_gemm import linear, linear_dx
+from training.together import Step, all_linear, one_by_one, together
 
 VOCABULARY = 4096
 SHAPE = ModelShape(1024, 2816, heads=16, kv_heads=16, layers=2, vocabulary=VOCABULARY)
@@ -61,12 +60,7 @@ GPU_SETTINGS: list[tuple[str, int, int, int]] = [
     ("mixed", 8, 1024, 7),
 ]
 MUST = 1.8
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def lora() -> LoraConfig:
-    """r = 16 on all linears."""
-    return LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def batches(kind: str, adapters: int, sequences: int, longest: int) -> list[list[list[int]]]:
@@ -78,51 +72,26 @@ def batches(kind: str, adapters: int, sequences: int, longest: int) -> list[list
 
 
 def ours(
-    folder: Path, data: list[list[list[int]]], dtype: torch.dtype, device: str, quantized: bool = True
-) -> tuple[Engine, Callable[[], None]]:
-    """One step of all adapters together."""
-    engine = Engine(folder, device=device, dtype=dtype, quantization=NF4 if quantized else None)
-    named = {}
-    for index, rows in enumerate(data):
-        optim = OptimConfig(1e-4, "adamw_torch_fused", lr_scheduler_type="constant")
-        engine.create_adapter(f"adapter{index}", lora(), optim)
-        named[f"adapter{index}"] = [Sample(tuple(row), tuple(row)) for row in rows]
-
-    def step() -> None:
-        engine.forward_backward(named)
-        for name in named:
-            engine.optim_step(name)
-
-    return engine, step
+    folder: Path, data: list[list[list[int]]], quantized: bool = True, **how: Any
+) -> tuple[Engine, Step]:
+    """One step of all adapters together; `how` names dtype and device."""
+    engine = Engine(folder, quantization=NF4 if quantized else None, **how)
+    return engine, together(engine, all_linear(), data)
 
 
-def peft(folder: Path, data: list[list[list[int]]], dtype: torch.dtype, device: str) -> Callable[[], None]:
+def peft(folder: Path, data: list[list[list[int]]], dtype: torch.dtype, device: str) -> Step:
     """One step of each adapter, one after the other, over one base."""
     how = transformers_config(NF4, dtype)
     base = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=how, dtype=dtype, device_map={"": device}
     )
     names = [f"adapter{index}" for index in range(len(data))]
-    model = get_peft_model(base, lora(), adapter_name=names[0])
+    model = get_peft_model(base, all_linear(), adapter_name=names[0])
     for name in names[1:]:
-        model.add_adapter(name, lora())
-    model.train()
-    work = []
-    for name, rows in zip(names, data, strict=True):
-        mine = [p for key, p in model.named_parameters() if f".{name}." in key]
-        work.append(
-            (name, mine, torch.optim.AdamW(mine, lr=1e-4, weight_decay=0.0, fused=True), padded(rows, device))
-        )
-
-    def step() -> None:
-        for name, mine, optimizer, batch in work:
-            model.set_adapter(name)
-            model(**batch, use_cache=False).loss.backward()
-            torch.nn.utils.clip_grad_norm_(mine, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
+        model.add_adapter(name, all_linear())
+    for parameter in (p for key, p in model.named_parameters() if "lora_" in key):
+        parameter.requires_grad_()
+    return one_by_one([(model, name, padded(rows, device)) for name, rows in zip(names, data, strict=True)])
 
 
 def products(shape: ModelShape, tokens: int, dtype: torch.dtype, device: str) -> Callable[[], None]:
@@ -159,71 +128,62 @@ def padded(rows: list[list[int]], device: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def in_turn(cases: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Medians of wall and processor seconds; a first round warms up."""
-    wall: dict[str, list[float]] = {name: [] for name in cases}
-    cpu = copy.deepcopy(wall)
-    for turn in range(rounds + 1):
-        for name, case in cases.items():
-            start, begin = time.perf_counter(), time.process_time()
-            case()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if turn:
-                wall[name].append(time.perf_counter() - start)
-                cpu[name].append(time.process_time() - begin)
-    return {name: (statistics.median(wall[name]), statistics.median(cpu[name])) for name in cases}
+def speed(
+    folder: Path,
+    adapters: int,
+    dtype: torch.dtype,
+    setting: tuple[str, int, int, int],
+    shape: ModelShape,
+    device: str,
+) -> dict[str, Any]:
+    """Returns the row of a setting."""
+    kind, sequences, longest, rounds = setting
+    data = batches(kind, adapters, sequences, longest)
+    engine, step = ours(folder, data, dtype=dtype, device=device)
+    tokens = sum(len(row) for each in data for row in each)
+    cases = {
+        "peft": peft(folder, data, dtype, device),
+        "ours": step,
+        "products": products(shape, tokens, dtype, device),
+    }
+    with machine.OtherProcesses() as others:
+        found = medians(alternate({name: waited(case, device) for name, case in cases.items()}, rounds))
+    engine.close()
+    seconds = {name: row["seconds"] for name, row in found.items()}
+    busy = {name: row["seconds"] * row["processors"] for name, row in found.items()}
+    return {
+        "dtype": dtype_name(dtype),
+        "lengths": kind,
+        "adapters": adapters,
+        "sequences": sequences,
+        "longest": longest,
+        "peft_tokens_per_second": tokens / seconds["peft"],
+        "ours_tokens_per_second": tokens / seconds["ours"],
+        "ratio": seconds["peft"] / seconds["ours"],
+        "cpu_ratio": busy["peft"] / busy["ours"],
+        "must": MUST,
+        "limit": seconds["peft"] / seconds["products"],
+        "other_processes_share": others.share,
+    }
 
 
-def speed(folder: Path, adapters: int, quick: bool, device: str) -> list[dict[str, Any]]:
-    """Every setting in every dtype."""
-    rows = []
-    on_cpu = device == "cpu"
-    settings = SETTINGS if on_cpu else GPU_SETTINGS
-    for dtype_name, dtype in list(DTYPES.items())[0 if on_cpu else 1 :]:
-        for kind, sequences, longest, rounds in settings[:1] if quick else settings:
-            data = batches(kind, adapters, sequences, longest)
-            engine, step = ours(folder, data, dtype, device)
-            turns = 1 if quick else rounds
-            tokens = sum(len(row) for each in data for row in each)
-            with machine.OtherProcesses() as others:
-                cases = {
-                    "peft": peft(folder, data, dtype, device),
-                    "ours": step,
-                    "products": products(SHAPE if on_cpu else ON_A_GPU, tokens, dtype, device),
-                }
-                found = in_turn(cases, turns)
-            engine.close()
-            row = {
-                "dtype": dtype_name,
-                "lengths": kind,
-                "adapters": adapters,
-                "sequences": sequences,
-                "longest": longest,
-                "peft_tokens_per_second": tokens / found["peft"][0],
-                "ours_tokens_per_second": tokens / found["ours"][0],
-                "ratio": found["peft"][0] / found["ours"][0],
-                "cpu_ratio": found["peft"][1] / found["ours"][1],
-                "must": MUST,
-                "limit": found["peft"][0] / found["products"][0],
-                "other_processes_share": others.share,
-            }
-            print(
-                f"{dtype_name:8s} {kind:5s} {adapters} x {sequences} x {longest:3d}: "
-                f"PEFT {row['peft_tokens_per_second']:6.0f} tokens/s, "
-                f"together {row['ours_tokens_per_second']:6.0f} tokens/s, ratio {row['ratio']:.2f}, "
-                f"by processor time {row['cpu_ratio']:.2f} (goal {MUST}, limit {row['limit']:.2f}); "
-                f"others took {others.share} of the machine",
-                flush=True,
-            )
-            rows.append(row)
-    return rows
+def waited(run: Callable[[], object], device: str) -> Callable[[], object]:
+    """Returns the function, ended when the device has done what it enqueued."""
+    if device == "cpu":
+        return run
+
+    def case() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    return case
 
 
 def memory(folder: Path, adapters: int) -> dict[str, Any]:
     """The base's bytes, and the peak of a step over it and over plain weights."""
     data = batches("equal", adapters, 1, 32)
-    (nf4, step), (plain, plain_step) = (ours(folder, data, torch.float32, "cpu", q) for q in (True, False))
+    how: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    (nf4, step), (plain, plain_step) = (ours(folder, data, q, **how) for q in (True, False))
     layers = [m for m in nf4.model.modules() if hasattr(m, "frozen")]
     weights = sum(layer.in_features * layer.out_features for layer in layers)
     for one in (step, plain_step):
@@ -239,36 +199,47 @@ def memory(folder: Path, adapters: int) -> dict[str, Any]:
     }
     nf4.close()
     plain.close()
-    more = found["step_peak_bytes"] - found["plain_step_peak_bytes"]
-    found["dequantised_bytes"] = more
-    print(
-        f"base {found['base_bytes'] / 2**20:.1f} MiB in nf4 ({found['bits_per_weight']:.2f} bits a weight), "
-        f"{found['plain_base_bytes'] / 2**20:.1f} MiB in fp32; the peak of a step is {more / 2**20:.1f} MiB "
-        f"above that over plain weights (the largest layer dequantised: "
-        f"{found['largest_layer_bytes'] / 2**20:.1f} MiB)"
-    )
-    return found
+    return found | {"dequantised_bytes": found["step_peak_bytes"] - found["plain_step_peak_bytes"]}
 
 
-def main() -> None:
-    """Run, print, and write `results/quantized-<device>.json`."""
-    parser = documented_parser(__doc__)
-    parser.add_argument("--threads", type=int, default=2)
+def measure(options: argparse.Namespace) -> Found:
+    """Measures memory on a CPU, and the speed of every setting."""
+    on_cpu, data, lines = options.device == "cpu", {}, []
+    shape, settings = (SHAPE, SETTINGS) if on_cpu else (ON_A_GPU, GPU_SETTINGS)
+    with tempfile.TemporaryDirectory() as scratch, torch.device(options.device):
+        folder, model = Path(scratch), random_llama(shape, max_position_embeddings=512 if on_cpu else 1024)
+        (model if on_cpu else model.bfloat16()).save_pretrained(folder)
+        if on_cpu:
+            data["memory"] = found = memory(folder, options.adapters)
+            mib = {name: size / 2**20 for name, size in found.items()}
+            lines.append(
+                f"base {mib['base_bytes']:.1f} MiB in nf4 ({found['bits_per_weight']:.2f} bits a weight), "
+                f"{mib['plain_base_bytes']:.1f} in fp32; the peak of a step is {mib['dequantised_bytes']:.1f} MiB "
+                f"above that over plain weights (the largest layer: {mib['largest_layer_bytes']:.1f} MiB)"
+            )
+        data["speed"] = rows = []
+        for dtype in DTYPES[not on_cpu :]:
+            for setting in [("equal", 1, 32, 1)] if options.quick else settings:
+                row = speed(folder, options.adapters, dtype, setting, shape, options.device)
+                lines.append(
+                    f"{row['dtype']:8} {row['lengths']:5} {row['adapters']} x {row['sequences']} x "
+                    f"{row['longest']:3d}: PEFT {row['peft_tokens_per_second']:6.0f} tokens/s, together "
+                    f"{row['ours_tokens_per_second']:6.0f}, ratio {row['ratio']:.2f}, by processor time "
+                    f"{row['cpu_ratio']:.2f} (goal {MUST}, limit {row['limit']:.2f}); others took "
+                    f"{row['other_processes_share']} of the machine"
+                )
+                print(lines[-1], flush=True)
+                rows.append(row)
+    return Found(data, lines)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
     parser.add_argument("--adapters", type=int, default=4)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--quick", action="store_true", help="one setting; nothing is written")
-    arguments = parser.parse_args()
-    start_quietly(arguments.threads)
+
+
+def main() -> int:
+    """Measures, prints, and writes `results/quantized-cpu`, or another name that is given."""
     keep_freed_memory()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        if arguments.device == "cpu":
-            random_llama(SHAPE, max_position_embeddings=512).save_pretrained(folder)
-            found = {"memory": memory(folder, arguments.adapters)}
-        else:
-            with torch.device(arguments.device):
-                random_llama(ON_A_GPU, max_position_embeddings=1024).bfloat16().save_pretrained(folder)
-            found = {}
-        found["speed"] = speed(folder, arguments.adapters, arguments.quick, arguments.device)
-    if not arguments.quick:
-        machine.write(f"quantized-{arguments.device}", found)
+    return measured(__doc__, measure, out="quantized-cpu", add=add)

@@ -1,7 +1,7 @@
 """A sweep of 16 trials on 4 places, against the same trials trained one after the other with PEFT.
 
-    python bench/bench_sweep.py                # 2 threads, three turns
-    python bench/bench_sweep.py --quick        # one turn of few steps; nothing is written
+    python -m bench sweep                # 2 threads, three turns
+    python -m bench sweep --quick        # one turn of few steps; nothing is written
 
 `mlora sweep` is timed as its users run it, from loading the model to the ranked table, with evaluations
 before the first and after the last step, checkpoints and saved adapters. PEFT is timed from loading the model
@@ -14,13 +14,13 @@ pruning saves; nothing is judged of it.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from mlora.sweep.ranking import RankedTrial, rank_trials
 from mlora.tasks.task import Task, TaskBuilder
 from peft import PeftModel
 from shared import machine
-from shared.command_line import documented_parser, start_quietly
+from shared.harness import Found, Target, measured
 from shared.llama import random_llama
 from shared.shapes import ModelShape
 from transformers import AutoModelForCausalLM, get_scheduler
@@ -191,14 +191,15 @@ def compare(trials: list[RankedTrial], losses: Mapping[str, float]) -> dict[str,
     }
 
 
-def measure(folder: Path, steps: int, turns: int) -> dict[str, Any]:
-    """All turns.
+def measure(options: argparse.Namespace) -> Found:
+    """Measures all turns."""
+    steps = 10 if options.quick else options.steps
+    with tempfile.TemporaryDirectory() as name:
+        return turns_of(Path(name), steps, options.turns)
 
-    Args:
-        folder: temporary.
-        steps: of each trial.
-        turns: how often each way runs.
-    """
+
+def turns_of(folder: Path, steps: int, turns: int) -> Found:
+    """Runs both ways in turns, with trials of so many steps."""
     save_base(folder / "base")
     write_data(folder / "train.jsonl", 256, 1)
     write_data(folder / "held-out.jsonl", 32, 2)
@@ -222,43 +223,26 @@ def measure(folder: Path, steps: int, turns: int) -> dict[str, Any]:
             row["pruned_trials"] = sum(trial.state == "pruned" for trial in kept)
             row["pruned_best"] = kept[0].name
         rows.append(row)
-        shown = {key: value if isinstance(value, str) else round(value, 3) for key, value in row.items()}
-        print(f"turn {turn + 1}: {shown}", flush=True)
+        print(f"turn {turn + 1}: {row}", flush=True)
+    data = {"trials": len(tasks), "places": PLACES, "steps": steps, "sequences": SEQUENCES, "length": LENGTH}
     ratio = statistics.median(row["ratio"] for row in rows)
-    print(f"sweep / PEFT one after the other: {ratio:.3f} of the time (must be at most {MUST})")
-    difference = comparison["largest_relative_difference"]
-    print(
-        f"same ranking: {comparison['same_ranking']}; losses differ by {difference:.1e} at most, "
-        f"neighbours in the ranking by {comparison['smallest_relative_gap']:.1e} at least"
-    )
-    return {
-        "trials": len(tasks),
-        "places": PLACES,
-        "steps": steps,
-        "sequences": SEQUENCES,
-        "length": LENGTH,
-        "turns": rows,
-        "ratio": ratio,
-        "must": MUST,
-        **comparison,
-        "met": ratio <= MUST and comparison["same_ranking"] and difference < CLOSE,
-    }
+    gap = comparison["smallest_relative_gap"]
+    must = [
+        Target("sweep / PEFT one after the other", ratio, most=MUST),
+        Target("the same ranking (1 = yes)", float(comparison["same_ranking"]), least=1),
+        Target(
+            "largest relative difference of losses", comparison["largest_relative_difference"], most=CLOSE
+        ),
+    ]
+    lines = [str(row) for row in rows] + [f"neighbours in the ranking differ by {gap:.1e} at least"]
+    return Found({**data, "turns": rows, "ratio": ratio, **comparison}, lines, must)
 
 
 def main() -> int:
-    """Run, print, and write `results/bench_sweep.json`; the exit code is 1 where something is missed."""
-    parser = documented_parser(__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=100, help="of each trial")
-    parser.add_argument("--quick", action="store_true", help="one turn of few steps; nothing is written")
-    arguments = parser.parse_args()
-    start_quietly(arguments.threads)
+    """Measures, prints, and writes `results/bench_sweep.json`."""
     keep_freed_memory()  # as `mlora sweep` does; PEFT has it too
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        steps, turns = (10, 1) if arguments.quick else (arguments.steps, arguments.turns)
-        found = measure(folder, steps, turns)
-    if not arguments.quick:
-        machine.write("bench_sweep", found)
-    return 0 if found["met"] else 1
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--steps", type=int, default=100, help="of each trial")
+
+    return measured(__doc__, measure, out="bench_sweep", turns=3, add=add)

@@ -1,6 +1,6 @@
 """Measures how long `mlora --help` takes, and what `import mlora_ext` adds to `import torch`.
 
-    python bench/bench_startup.py --turns 30
+    python -m bench startup --out startup
 
 Every figure is of fresh processes, which take turns. Bytecode is compiled before the first turn, as pip does.
 "added" and "ratio" are medians over the turns, each against `import torch` in the same turn. Exits with 1 if
@@ -16,11 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from statistics import median
 
-from shared.machine import describe
-from shared.results import write_json
+from shared.harness import Found, Target, measured, table
 
 HELP, TORCH, OURS = "mlora --help", "import torch", "import mlora_ext"
 COMMANDS = {
@@ -42,7 +40,7 @@ def timed(arguments: list[str], environment: dict[str, str]) -> tuple[float, flo
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def measure(turns: int) -> dict[str, list[tuple[float, float]]]:
+def times_of(turns: int) -> dict[str, list[tuple[float, float]]]:
     """Wall and processor seconds of each command in each turn."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
     with tempfile.TemporaryDirectory() as folder:
@@ -71,26 +69,17 @@ def medians(times: list[tuple[float, float]]) -> dict[str, float]:
     return {"wall": median(wall), "processor": median(processor)}
 
 
+def measure(options: argparse.Namespace) -> Found:
+    """Measures all commands."""
+    rows = summary(times_of(options.turns))
+    columns = (("wall s", "wall", "6.3f", 1.0), ("processor s", "processor", "11.3f", 1.0))
+    must = [
+        Target(HELP, rows[HELP]["wall"], most=HELP_LIMIT),
+        Target(OURS, rows["added"]["wall"], most=ADDED_LIMIT),
+    ]
+    return Found({"turns": options.turns, "medians": rows}, table(rows, columns), must)
+
+
 def main() -> int:
-    """Measures and prints; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--turns", type=int, default=30, help="processes of each kind; default: 30")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
-    options = parser.parse_args()
-    rows = summary(measure(options.turns))
-    print(f"{'':18} wall s  processor s")
-    for name, values in rows.items():
-        print(f"{name:18} {values['wall']:6.3f}  {values['processor']:11.3f}")
-    if options.out:
-        write_json(options.out, {"machine": describe(), "turns": options.turns, "medians": rows})
-    missed = [HELP] if rows[HELP]["wall"] > HELP_LIMIT else []
-    missed += [OURS] if rows["added"]["wall"] > ADDED_LIMIT else []
-    for name in missed:
-        print(f"MISSED: {name}")
-    return bool(missed)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    """Measures, prints, and writes the results."""
+    return measured(__doc__, measure, out="startup", turns=30)

@@ -1,1 +1,0 @@
-"""Adapters on a mixture's experts."""
