@@ -102,14 +102,14 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 bench: $(STAMP)
-	$(BIN)/python bench/bench_linear.py
-	$(BIN)/python bench/bench_train.py
+	$(BIN)/python -m bench linear
+	$(BIN)/python -m bench train
 
 wheels:
 	$(PYTHON) .ci/build_wheels.py $(WHEELS)
 
 gpu-kit: $(STAMP)
-	$(BIN)/python bench/gpu_kit.py $(KIT)
+	$(BIN)/python -m bench gpu-kit $(KIT)
 
 clean:
 	rm -rf build .gpu .venv .venv-peers .venv-gptq .venv-docs

@@ -1,4 +1,4 @@
-"""Throughput of many devices, simulated: `python bench/scale.py` writes results/scale.json and scale.png.
+"""Throughput of many devices, simulated: `python -m bench scale` writes results/scale.{json,txt,png}.
 
 R pipelines of D stages share nothing, so R of them give R times the throughput for R times the adapters.
 """
@@ -9,13 +9,14 @@ import argparse
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from mlora.simulate.measures import Measures, measure
+from mlora.cli.tables import aligned
+from mlora.simulate.measures import Measures
+from mlora.simulate.measures import measure as measures_of
 from mlora.simulate.simulator import simulate
 from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
-from shared.results import RESULTS, write_json
+from shared.harness import Found, Panel, measured
 
 from forecast.model import ACHIEVED, NETWORKS, RANK, SEQUENCE, TRAINED, Network, Trained
 
@@ -33,7 +34,7 @@ ENOUGH = 0.99
 def run(stages: Sequence[StageTime], link: SimulatedLink, adapters: int, rows: int = 1) -> Measures:
     """Simulate a pipeline with one micro-batch of each adapter, all of which may be in flight."""
     streams = [Stream(STEPS, rows=(rows,))] * adapters
-    return measure(simulate(Workload(stages, streams, "lorapp", link, link, in_flight=adapters)))
+    return measures_of(simulate(Workload(stages, streams, "lorapp", link, link, in_flight=adapters)))
 
 
 def fewest_adapters(stages: Sequence[StageTime], link: SimulatedLink, rows: int) -> tuple[int, Measures]:
@@ -99,7 +100,7 @@ def length_rows(depth: int = 8, spread: float = 0.5, repeats: int = 3) -> list[d
                     for _ in range(adapters)
                 ]
                 workload = Workload(stages, streams, "lorapp", link, link, in_flight=adapters)
-                ratios["mixed"].append(measure(simulate(workload)).bubble_ratio)
+                ratios["mixed"].append(measures_of(simulate(workload)).bubble_ratio)
             rows.append(
                 {"stages": depth, "latency": latency, "adapters": adapters}
                 | {name: sum(values) / len(values) for name, values in ratios.items()}
@@ -128,19 +129,15 @@ def layout_rows(pipelines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    """Simulate everything, write the results, print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for scale.json and scale.png")
-    out = parser.parse_args().out
+def measure(options: argparse.Namespace) -> Found:
+    """Simulates everything."""
     pipelines = [
         pipeline_row(model, depth, name, network)
         for model in TRAINED
-        for depth in DEPTHS[model.name]
+        for depth in DEPTHS[model.name][: 2 if options.quick else None]
         for name, network in NETWORKS.items()
     ]
     data = {
-        "command": "python bench/scale.py",
         "simulated": True,
         "assumed": {
             "rows": TRAINED[0].rows,
@@ -156,19 +153,36 @@ def main() -> None:
             for rows in (4096, 1024, 256)
         ],
         "layouts": layout_rows(pipelines),
-        "lengths": length_rows(),
+        "lengths": length_rows(repeats=1 if options.quick else 3),
     }
-    write_json(out / "scale.json", data)
-    from forecast.plot import plot
-
-    plot(data, out / "scale.png")
+    lines = ["simulated, not measured"]
     for name in ("pipelines", "fewer_rows", "layouts", "lengths"):
-        show(data[name])
+        cells = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in data[name]]
+        lines += ["", aligned([list(data[name][0]), *cells])]
+    return Found(data, lines, panels=panels(data))
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows as a table."""
-    from mlora.cli.tables import aligned
+def panels(data: dict[str, Any]) -> list[Panel]:
+    """Returns the figure: efficiency by depth, throughput by devices, bubbles by adapters."""
+    efficiency: dict[str, dict[Any, float]] = {}
+    for row in data["pipelines"]:
+        efficiency.setdefault(f"{row['model']}, {row['network']}", {})[row["stages"]] = row["efficiency"]
+    throughput: dict[str, dict[Any, float]] = {}
+    for row in sorted(data["layouts"], key=lambda row: float(row["devices"])):
+        points = throughput.setdefault(f"{row['model']}, {row['network']}", {})
+        points[row["devices"]] = max(points.get(row["devices"], 0.0), row["tokens_per_second"])
+    bubbles: dict[str, dict[Any, float]] = {}
+    for row in data["lengths"]:
+        for name in ("equal", "mixed"):
+            points = bubbles.setdefault(f"{name} lengths, latency {row['latency']:.0%} of T", {})
+            points[row["adapters"] / row["stages"]] = row[name]
+    return [
+        Panel("work / (devices x time)", efficiency, "simulated", "stages of one pipeline", bars=False),
+        Panel("tokens/s", throughput, "simulated, the better layout", "devices", bars=False, log=True),
+        Panel("steady bubble ratio", bubbles, "simulated", "adapters per stage, D = 8", bars=False),
+    ]
 
-    cells = [[f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    print(aligned([list(rows[0]), *cells]), end="\n\n")
+
+def main() -> int:
+    """Simulates, prints, and writes the results."""
+    return measured(__doc__, measure, out="scale", turns=1)

@@ -1,7 +1,7 @@
 """The computed cost of the `cuda` backend's launches on an H200, from shapes and from the compiled code.
 
-    python bench/gpu_budget.py                     # of the library that was built, for sm_90a
-    python bench/gpu_budget.py --out gpu-budget    # also writes results/gpu-budget.txt
+    python -m bench gpu-budget                     # of the library that was built, for sm_90a
+    python -m bench gpu-budget --out gpu-budget    # also writes results/gpu-budget.txt
 
 No GPU is needed, and nothing is measured: `bench/gpu/budget.py` says what is assumed.
 """

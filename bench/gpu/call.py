@@ -81,13 +81,13 @@ def phases(kit: Path, processes: int) -> Iterator[Phase]:
     some = pytest("tests/ext/test_segments.py", marks=plain)
     yield Phase(
         "libraries", 60, "checks.log", "libraries: .*",
-        "bench/gpu_kit.py --install {kit}", "bench/gpu_kit.py --load",
+        "-m bench gpu-kit --install {kit}", "-m bench gpu-kit --load",
     )  # fmt: skip
-    odd = "bench/sanitize.py --device cpu"
-    yield Phase("odd shapes", 90, "checks.log", SANITIZED, "bench/sanitize.py", odd)
+    odd = "-m bench gpu-sanitize --device cpu"
+    yield Phase("odd shapes", 90, "checks.log", SANITIZED, "-m bench gpu-sanitize", odd)
     yield Phase(
         "products", 240, "products.log", PRODUCTS,
-        "bench/gpu_products.py --kit {kit} --limit {seconds}", "bench/gpu_products.py --dry",
+        "-m bench gpu-products --kit {kit} --limit {seconds}", "-m bench gpu-products --dry",
     )  # fmt: skip
     timed = sorted(path.parts[-3] for path in (kit / "variants").glob("*/mlora_ext/libmlora_ops.so"))
     others = [name for name in timed if name != "base"]
@@ -95,32 +95,32 @@ def phases(kit: Path, processes: int) -> Iterator[Phase]:
     for name, library in [*runs, *([("base", "cublas")] if others else [])]:
         yield Phase(
             "launches", 75, "launches.log", "^(library|mixed|all) .*",
-            f"bench/gpu_launches.py --json {{out}}/launches.jsonl "
+            f"-m bench gpu-launches --json {{out}}/launches.jsonl "
             f"--library {{kit}}/variants/{name}/mlora_ext/libmlora_ops.so"
             + (f" --base-gemm {library}" if library else ""),
-            "bench/gpu_launches.py --json {out}/launches.jsonl --dry",
+            "-m bench gpu-launches --json {out}/launches.jsonl --dry",
         )  # fmt: skip
     yield Phase(
         "suite", 240, "suite.log", "^(seven linears|FAILED|skipped|out of time) .*",
-        "bench/suite.py fused linears adapters decoder ablation operators step --check --device cuda "
+        "-m bench suite fused linears adapters decoder ablation operators step --check --device cuda "
         "--base-gemm fastest "
         "--models llama-2-7b llama-3-70b --time-limit {seconds} --commit '{commit}' --out {out}",
-        "bench/suite.py fused linears adapters decoder --quick --rounds 1 --layouts balanced --threads 1 "
+        "-m bench suite fused linears adapters decoder --quick --rounds 1 --layouts balanced --threads 1 "
         "--device cpu --time-limit {seconds} --commit '{commit}' --out {out}",
     )  # fmt: skip
     yield Phase(
         "suite", 60, "suite.log", "^(seven linears|FAILED|skipped|out of time) .*",
-        "bench/suite.py fused linears --base-gemm cublas --device cuda --models llama-2-7b "
+        "-m bench suite fused linears --base-gemm cublas --device cuda --models llama-2-7b "
         "--time-limit {seconds} --commit '{commit}' --out {out}/cublas",
-        "bench/suite.py linears --quick --rounds 1 --layouts balanced --threads 1 --device cpu "
+        "-m bench suite linears --quick --rounds 1 --layouts balanced --threads 1 --device cpu "
         "--time-limit {seconds} --commit '{commit}' --out {out}/cublas",
     )  # fmt: skip
     yield Phase(
-        "captured step", 60, "checks.log", "^captured.*", "bench/gpu_graph.py", "bench/gpu_graph.py --dry"
+        "captured step", 60, "checks.log", "^captured.*", "-m bench gpu-graph", "-m bench gpu-graph --dry"
     )
     yield Phase("tests of the suite", 60, "tests.log", TESTS, pytest("tests/bench/test_suite_gpu.py"), some)
     two = "-m torch.distributed.run --standalone --nproc-per-node 2"
-    pipeline = f"{two} bench/pipeline_overlap.py --out {{out}}/pipeline"
+    pipeline = f"{two} bench/__main__.py gpu-overlap --out {{out}}/pipeline"
     yield Phase("pipeline", 60, "checks.log", '"largest_loss_error".*', pipeline, f"{pipeline} --device cpu")
     yield Phase(
         "tests", 150, "tests.log", TESTS,
@@ -169,7 +169,7 @@ def phases(kit: Path, processes: int) -> Iterator[Phase]:
             150,
             "checks.log",
             SANITIZED,
-            "bench/sanitize.py",
+            "-m bench gpu-sanitize",
             odd,
             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         )

@@ -1,6 +1,6 @@
 """What the compiler made of the CUDA kernels: registers, memory and matrix instructions.
 
-Usage: python bench/code_cuda.py [LIBRARY]
+Usage: python -m bench gpu-code [LIBRARY]
 """
 
 from __future__ import annotations

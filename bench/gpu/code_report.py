@@ -1,7 +1,7 @@
 """What the compilers made of the GPU kernels: registers, shared memory, spills, matrix instructions.
 
-    python bench/code_report.py                    # Triton for sm_80 and sm_90; CUDA as it was built
-    python bench/code_report.py --out FOLDER       # the same, written to FOLDER/machine-code.txt
+    python -m bench gpu-code-report                    # Triton for sm_80 and sm_90; CUDA as it was built
+    python -m bench gpu-code-report --out FOLDER       # the same, written to FOLDER/machine-code.txt
 
 No GPU is needed. Read with `cuobjdump`, of the CUDA toolkit or of the package triton.
 """

@@ -1,7 +1,7 @@
 """Is a step captured as a CUDA graph the eager one, to the bit, and how long does each take?
 
-    python bench/gpu_graph.py
-    python bench/gpu_graph.py --dry      # tiny, on a CPU, which captures nothing: tries the script
+    python -m bench gpu-graph
+    python -m bench gpu-graph --dry      # tiny, on a CPU, which captures nothing: tries the script
 
 A step is forward and backward of the seven linear layers of Llama-2-7B, those that share x in one call, and
 `B += rate * dB`, `A += rate * dA` in place. Dropout is off: the library refuses to capture it. Both ways go

@@ -1,14 +1,14 @@
 """Time of every launch of layers with adapters, on the GPU that is there, by PyTorch's profiler.
 
-    python bench/gpu_launches.py
-    python bench/gpu_launches.py --library .gpu/variants/base/mlora_ext/libmlora_ops.so --json launches.jsonl
-    python bench/gpu_launches.py --dry      # tiny sizes on a CPU: tries the script, shows nothing
+    python -m bench gpu-launches
+    python -m bench gpu-launches --library .gpu/variants/base/mlora_ext/libmlora_ops.so --json launches.jsonl
+    python -m bench gpu-launches --dry      # tiny sizes on a CPU: tries the script, shows nothing
 
 A case is one layer, or several that share x in one call; a row is a kernel: the median of its microseconds in
 a forward and backward pass, and its launches there. Rows, weights and gradients are bf16, adapters fp32 or
 bf16. The L2 cache is flushed before each pass. Beside them stand the whole pass and the frozen products, by
 events, in turns. The last lines compare mixed ranks with the mean of equal ones: the same sum of tiles and
-ranks. `bench/gpu_budget.py` says what the launches should take.
+ranks. `python -m bench gpu-budget` says what the launches should take.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 from shared import machine
-from shared.harness import documented_parser
 from shared.counting import LAUNCHED, trace_events
+from shared.harness import documented_parser
 from shared.results import RESULTS
 from shared.timing import take_turns
 from torch.profiler import ProfilerActivity, profile

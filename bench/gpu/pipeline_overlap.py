@@ -1,6 +1,6 @@
 """Two processes, a stage each, on one device: are losses right, and do receive, compute and send overlap?
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 bench/pipeline_overlap.py --out OUT
+    python -m torch.distributed.run --standalone --nproc-per-node 2 bench/__main__.py gpu-overlap --out OUT
 
 Each stage is a process; on a GPU both share it, and hidden states travel through pinned memory. Writes the
 profiler's trace of each stage (`stage-0.json`, `stage-1.json`: open in Perfetto) and `pipeline.json`: the

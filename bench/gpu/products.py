@@ -1,7 +1,7 @@
 """Is the product with the low-rank part inside right, and how fast is it beside the vendor's?
 
-    python bench/gpu_products.py --kit .gpu --limit 200
-    python bench/gpu_products.py --dry      # a CPU stands in for the GPU: tries the script, shows nothing
+    python -m bench gpu-products --kit .gpu --limit 200
+    python -m bench gpu-products --dry      # a CPU stands in for the GPU: tries the script, shows nothing
 
 Prints a line of JSON for each job when it is done, and tables at the end. Jobs, the safest first: `check`
 compares every element with fp32 sums; `stress` repeats launches beside other traffic and compares bits;
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shared.harness import documented_parser
+from shared.machine import BENCH
 
 from gpu.jobs import Jobs, serve
 
@@ -435,7 +436,7 @@ def main() -> int:
         serve(lambda: Worker(options.kit, options.dry, options.fault))
         return 0
     session = Session(
-        Jobs([sys.executable, *sys.argv, "--child"], options.limit),
+        Jobs([*BENCH, "gpu-products", *sys.argv[1:], "--child"], options.limit),
         (options.kit / "products.watched.so").exists() or options.dry,
     )
     session.all()

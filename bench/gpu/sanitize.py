@@ -1,7 +1,7 @@
 """Forward and backward of each GPU backend on small, odd shapes: for `compute-sanitizer`, and by itself.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python bench/sanitize.py --backend cuda
-    python bench/sanitize.py --device cpu
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m bench gpu-sanitize --backend cuda
+    python -m bench gpu-sanitize --device cpu
 
 Results are compared with the reference in fp64, so that a run in which nothing was launched, or in which the
 sanitizer changed something, does not pass. Exits with 1 where a result is wrong or no backend was there.

@@ -1,7 +1,7 @@
 """One linear layer with several adapters, forward and backward, against the same layer without adapters.
 
-    python bench/bench_linear.py                                 # fp32 and bf16, five shapes, 2 threads
-    python bench/bench_linear.py --dtype bfloat16 --shapes 512x1024x1024x8 --out linear
+    python -m bench linear                                 # fp32 and bf16, five shapes, 2 threads
+    python -m bench linear --dtype bfloat16 --shapes 512x1024x1024x8 --out linear
 
 In one run, taking turns, medians: the frozen layer (`F.linear` and dX), the same by the library that
 mlora_ext chose, PEFT's layers in a loop, a loop of `addmm_` with dropout and without it ("p=0"), ours in any
@@ -18,13 +18,13 @@ processors.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from shared import machine
-from shared.results import RESULTS, write_json
+from shared.harness import Found, Panel, Target, measured, table
 from shared.results import dtype_name
 from shared.timing import take_turns
 
@@ -33,7 +33,6 @@ from linear.contenders import Layer
 from linear.layouts import balanced
 from linear.limits import copy_speed
 from linear.oracle import Entry, Oracle, WrongResult
-from linear.report import HEADER, busy, faults, line, plot
 from mlora_ext.frozen.packed import PackedWeight
 
 RANK = 16
@@ -45,11 +44,35 @@ TARGETS = {
     (512, 1024, 1024, 8): {"float32": 1.12, "bfloat16": 1.22},
     (2048, 2048, 512, 4): {"float32": 1.14, "bfloat16": 1.27},
 }
+SLOWER = 1.03
+"""How much slower than a loop without dropout ours may be, with dropout."""
+BUSY = 0.9
+"""Of the threads' time, of which the processors must work; PEFT's loop leaves them idle by itself."""
 Shape = tuple[int, int, int, int]
+RATIOS = {
+    "PEFT": "peft",
+    "addmm_": "addmm",
+    "p=0": "addmm_without_dropout",
+    "ours": "ours",
+    "held": "ours_held",
+    "packed": "ours_packed",
+    "fp32 A,B": "ours_fp32_adapters",
+}
+"""Columns of times over the frozen layer's."""
+COLUMNS = (
+    ("frozen ms", "frozen", "8.2f", 1e3),
+    ("gemm ms", "gemm", "8.2f", 1e3),
+    ("ours ms", "ours_seconds", "8.2f", 1e3),
+    *((name, name, "6.3f", 1.0) for name in RATIOS),
+    ("1st", "first", "6.3f", 1.0),
+    ("ours/gemm", "ours_to_gemm", "6.3f", 1.0),
+    ("added ms", "added_seconds", "6.2f", 1e3),
+    ("limit ms", "limit_seconds", "6.2f", 1e3),
+)
 
 
 def check(dtype: torch.dtype) -> None:
-    """Stop the benchmark when a contender computes something else than the oracle does.
+    """Stops the benchmark when a contender computes something else than the oracle does.
 
     Raises:
         SystemExit: naming the contender and its error.
@@ -75,7 +98,7 @@ def check(dtype: torch.dtype) -> None:
 
 
 def bench(shape: Shape, dtype: torch.dtype, p: float, turns: int, bytes_per_second: float) -> dict[str, Any]:
-    """One row of the table."""
+    """Returns one row of the table."""
     rows, d_in, d_out, adapters = shape
     lengths, ranks = balanced(rows, adapters), [RANK] * adapters
     layer = Layer.random(lengths, ranks, d_in, d_out, dtype, p)
@@ -117,6 +140,37 @@ def bench(shape: Shape, dtype: torch.dtype, p: float, turns: int, bytes_per_seco
     }
 
 
+def name_of(row: dict[str, Any]) -> str:
+    """Returns a row's shape and dtype in words."""
+    return f"{'x'.join(map(str, row['shape']))} {row['dtype']}"
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row's cells."""
+    ratios = {name: row["ratio_to_frozen"].get(key) for name, key in RATIOS.items()}
+    seconds = {"frozen": row["seconds"]["frozen"], "gemm": row["seconds"]["gemm"]}
+    more = {"ours_seconds": row["seconds"]["ours"], "limit_seconds": row["limit"]["seconds"]}
+    return {**row, **ratios, **seconds, **more, "first": row["first_call_ratio_to_frozen"]["ours"]}
+
+
+def targets(rows: Sequence[dict[str, Any]], threads: int) -> list[Target]:
+    """Returns what these results must show, and that nothing else had the processors."""
+    must = []
+    for row in rows:
+        ratios = row["ratio_to_frozen"]
+        if row["must"]:
+            must.append(Target(f"{name_of(row)}: ours / frozen", ratios["ours"], most=row["must"]))
+        if loop := ratios.get("addmm_without_dropout"):
+            best = min(ratios[key] for key in ("ours", "ours_held"))
+            what = f"{name_of(row)}: ours or held / the loop of addmm_ without dropout"
+            must.append(Target(what, best / loop, most=SLOWER))
+    busy = min(value for row in rows for name, value in row["processors"].items() if name != "peft")
+    return [
+        *must,
+        Target("processor time / wall time, worst case; below it SOMETHING ELSE RAN", busy, BUSY * threads),
+    ]
+
+
 def parse_shape(text: str) -> Shape:
     """`T x d_in x d_out x adapters`."""
     parts = tuple(int(part) for part in text.split("x"))
@@ -125,46 +179,39 @@ def parse_shape(text: str) -> Shape:
     return parts  # type: ignore[return-value]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shapes", type=parse_shape, nargs="+", default=list(TARGETS), metavar="TxDxOxN")
-    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write OUT.json, OUT.png and OUT.txt")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    dtypes = [getattr(torch, name) for name in arguments.dtype]
+def measure(options: argparse.Namespace) -> Found:
+    """Checks all contenders, and measures every shape in every dtype."""
+    dtypes = [getattr(torch, name) for name in options.dtype]
     for dtype in dtypes:
         check(dtype)
-    info = machine.describe()
-    bytes_per_second = copy_speed()
-    title = f"{info['processor']}, {arguments.threads} threads, {info.get('kernels')}, torch {info['torch']}"
+    speed, info = copy_speed(), machine.describe()
+    shapes = options.shapes or ([(96, 64, 96, 3)] if options.quick else list(TARGETS))
+    rows = [
+        bench(shape, dtype, options.dropout, options.turns, speed) for dtype in dtypes for shape in shapes
+    ]
     lines = [
-        title,
-        f"commit {info['commit']}, copy {bytes_per_second / 1e9:.1f} GB/s, base {info.get('base_gemm')}",
-    ]
-    lines += [
-        f"dropout {arguments.dropout}, r = {RANK}; PEFT, addmm_, ours: time / frozen F.linear + dX",
+        f"kernels {info.get('kernels')}, copy {speed / 1e9:.1f} GB/s, base {info.get('base_gemm')}",
+        f"dropout {options.dropout}, r = {RANK}; PEFT to fp32 A,B, and 1st: time / frozen F.linear + dX",
         "",
-        HEADER,
+        *table({name_of(row): shown(row) for row in rows}, COLUMNS),
     ]
-    print("\n".join(lines))
-    rows = []
-    for dtype in dtypes:
-        for shape in arguments.shapes:
-            rows.append(bench(shape, dtype, arguments.dropout, arguments.rounds, bytes_per_second))
-            lines.append(line(rows[-1]))
-            print(lines[-1], flush=True)
-    found = faults(rows, arguments.threads)
-    lines.append(f"processor time / wall time, worst case: {busy(rows):.2f} of {arguments.threads} threads")
-    print(lines[-1])
-    lines += found
-    out = arguments.out or RESULTS / f"linear-cpu-{arguments.threads}threads"
-    result = {"machine": info, "copy_bytes_per_second": bytes_per_second, "rows": rows}
-    write_json(out.with_suffix(".json"), result, indent=2)
-    out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
-    plot(rows, title, out.with_suffix(".png"))
-    if found:
-        raise SystemExit("\n".join(found))
+    series = {
+        name: {name_of(row): row["ratio_to_frozen"][key] for row in rows if key in row["ratio_to_frozen"]}
+        for name, key in RATIOS.items()
+    }
+    panel = Panel("time / frozen F.linear + dX", series)
+    return Found(
+        {"copy_bytes_per_second": speed, "rows": rows}, lines, targets(rows, options.threads), [panel]
+    )
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    parser.add_argument("--shapes", type=parse_shape, nargs="+", metavar="TxDxOxN")
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--dropout", type=float, default=0.1)
+
+
+def main() -> int:
+    """Measures, prints, and writes the results."""
+    return measured(__doc__, measure, out="linear-cpu", turns=15, add=add)

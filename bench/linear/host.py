@@ -1,7 +1,7 @@
 """Host time of a layer with adapters, forward and backward, for 1, 8 and 64 adapters.
 
-    python bench/bench_host.py                                   # results/host-cpu.{json,txt}
-    PYTHONPATH=OTHER/CHECKOUT python bench/bench_host.py --out before
+    python -m bench host                                   # results/host-cpu.{json,txt}
+    PYTHONPATH=OTHER/CHECKOUT python -m bench host --out before
 
 A model is a chain of 32 x 7 linear layers of width 64, rank 8, dropout 0.1, on one thread. It is trained as
 the engine does it: adapters keep their gradients. Without rows, kernels and products have nothing to do: what
@@ -37,8 +37,7 @@ from unittest.mock import patch
 
 import torch
 from peft import LoraConfig
-from shared import machine
-from shared.results import RESULTS, write_json
+from shared.harness import Found, measured, table
 from torch import Tensor, nn
 
 import mlora_ext as mx
@@ -199,7 +198,7 @@ CASES: dict[str, tuple[type[Trained], int, Make, Callable[[], Any]]] = {
 """Loop, rows, model and backend."""
 
 
-def measure(title: str, rounds: int) -> dict[str, dict[str, float]]:
+def measure(title: str, turns: int) -> dict[str, dict[str, float]]:
     """Returns µs of a layer's forward, backward and both, by the number of adapters and for `frozen`."""
     torch.set_num_threads(1)
     loop, rows, make, around = CASES[title]
@@ -207,12 +206,12 @@ def measure(title: str, rounds: int) -> dict[str, dict[str, float]]:
     cases["frozen"] = Frozen(rows, make)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     with around():
-        for turn in range(rounds + 1):
+        for turn in range(turns + 1):
             for name, case in cases.items():
                 seconds = [case.step() for _ in range(STEPS)]
                 if turn:
                     found[name] += seconds[1:]
-    return {name: _medians(turns) for name, turns in found.items()}
+    return {name: _medians(steps) for name, steps in found.items()}
 
 
 def _medians(turns: list[tuple[float, float]]) -> dict[str, float]:
@@ -222,43 +221,26 @@ def _medians(turns: list[tuple[float, float]]) -> dict[str, float]:
     return {name: 1e6 * statistics.median(values) / LAYERS for name, values in parts.items()}
 
 
-def lines_of(title: str, found: dict[str, dict[str, float]]) -> Iterator[str]:
-    """Yields the rows of the table."""
-    one = found[str(COUNTS[0])]["both"]
-    for name, us in found.items():
-        what = name if name == "frozen" else f"{name} adapters"
-        more = "" if name == "frozen" else f"{us['both'] / one:11.2f}"
-        step = 1e-3 * LAYERS * us["both"]
-        yield (
-            f"{title:24} {what:12} {us['forward']:10.1f} {us['backward']:10.1f} {us['both']:8.1f} "
-            f"{step:12.1f} {more}"
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def measure_all(options: argparse.Namespace) -> Found:
+    """Measures every case in a process of its own: objects of earlier models leave the heap in pieces."""
+    results, rows = {}, {}
+    for title in list(CASES)[: 1 if options.quick else None]:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            results[title] = process.submit(measure, title, options.turns).result()
+        for name, us in results[title].items():
+            ratio = None if name == "frozen" else us["both"] / results[title][str(COUNTS[0])]["both"]
+            row = us | {"ms": 1e-3 * LAYERS * us["both"], "ratio": ratio}
+            rows[f"{title}, {name if name == 'frozen' else f'{name} adapters'}"] = row
+    columns = (
+        ("forward µs", "forward", "8.1f", 1.0),
+        ("backward", "backward", "8.1f", 1.0),
+        ("layer", "both", "8.1f", 1.0),
+        (f"{LAYERS} layers ms", "ms", "8.1f", 1.0),
+        ("to 1", "ratio", "6.2f", 1.0),
     )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", default="host-cpu", help="name in results/, or a path")
-    arguments = parser.parse_args()
-    info = machine.describe()
-    lines = [
-        f"{info['processor']}, 1 thread, torch {info['torch']}, commit {info['commit']}",
-        f"{'':37} {'forward µs':>10} {'backward':>10} {'layer':>8} {'224 layers ms':>12} {'to 1':>11}",
-    ]
-    print("\n".join(lines))
-    results = {}
-    with machine.OtherProcesses() as others:
-        for title in CASES:
-            # a process of its own: objects of earlier models have left the heap in pieces
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                results[title] = process.submit(measure, title, arguments.rounds).result()
-            for line in lines_of(title, results[title]):
-                lines.append(line)
-                print(line, flush=True)
-    lines.append(f"other processes took {100 * (others.share or 0):.1f}% of the machine")
-    print(lines[-1])
-    out = Path(arguments.out) if "/" in arguments.out else RESULTS / arguments.out
-    write_json(out.with_suffix(".json"), {"machine": info, "us_per_layer": results}, indent=2)
-    out.with_suffix(".txt").write_text("\n".join(lines) + "\n")
+    return Found({"us_per_layer": results}, table(rows, columns))
+
+
+def main() -> int:
+    """Measures, prints, and writes the results."""
+    return measured(__doc__, measure_all, out="host-cpu", turns=7, threads=1)

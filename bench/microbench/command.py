@@ -1,8 +1,8 @@
 """Microbenchmarks of mlora_ext beside its peers, on a CPU or a CUDA GPU.
 
-    python bench/suite.py                              # every section, on the GPU if there is one
-    python bench/suite.py linears --models llama-2-7b --check --out results
-    python bench/suite.py --quick                      # tiny sizes: tries the suite, shows nothing
+    python -m bench suite                              # every section, on the GPU if there is one
+    python -m bench suite linears --models llama-2-7b --check --out results
+    python -m bench suite --quick                      # tiny sizes: tries the suite, shows nothing
 
 Sections: `operators` forward and backward apart; `linears` every linear layer of the models; `fused` the
 seven of a decoder layer, q, k, v and gate, up in one call each; `decoder` one Llama decoder layer; `step` a
@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from shared import machine
+from shared import harness, machine
 from shared.results import write_json
 
-from microbench import decoder, fused, layers, plots, report, step
+from microbench import decoder, fused, layers, report, step
 from microbench.entries import entries, small_checks
 from microbench.options import complete, parser
 from microbench.settings import Deadline, Findings, Section, Settings, failures, first_line
@@ -111,12 +111,14 @@ def run(
         about = f"{data['machine']['command']}, commit {data['machine']['commit']}"
         path = options["out"] / "suite.txt"
         path.write_text("\n".join([about, report.header(settings.device.type), *text, *closing]) + "\n")
-        if not plots.plot(data, options["out"] / "suite.png"):
-            print("no plot: matplotlib is missing, or no section that has one was measured")
+        if drawn := report.panels(data):
+            processor = "processor" if settings.device.type == "cpu" else "gpu"
+            name = harness.title(data["machine"], quick=settings.quick, processor=processor)
+            harness.draw(options["out"] / "suite.png", drawn, name)
     return data
 
 
-def main(arguments: Sequence[str] | None = None, program: str = "python bench/suite.py") -> int:
+def main(arguments: Sequence[str] | None = None, program: str = "python -m bench suite") -> int:
     """Run the command line.
 
     Args:
@@ -127,7 +129,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "python bench/su
         The exit code: 0, or 1 where something failed or was wrong.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    found = parser(program, __doc__.replace("python bench/suite.py", program), SECTIONS)
+    found = parser(program, __doc__.replace("python -m bench suite", program), SECTIONS)
     options = found.parse_args(given)
     unknown = [name for name in options.sections if name not in SECTIONS]
     if unknown:

@@ -17,8 +17,8 @@ from linear.contenders import Contender, Run
 from linear.layouts import balanced, mixed_ranks
 from linear.limits import Work, frozen, low_rank
 from linear.oracle import Entry
-from shared.shapes import MODELS, ModelShape
 from shared.results import dtype_name
+from shared.shapes import MODELS, ModelShape
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -12,8 +12,8 @@ from linear.contenders import Layer, Run, frozen_fused, ours_fused, sharing
 from linear.layouts import LAYOUTS, mixed_ranks
 from linear.limits import Work, frozen, low_rank
 from linear.oracle import Entry, compare
-from shared.shapes import MODELS, SHARE_X
 from shared.results import dtype_name
+from shared.shapes import MODELS, SHARE_X
 from torch import Tensor
 
 from microbench.entries import FROZEN, able, limit, model_entry, timed

@@ -7,8 +7,8 @@ from typing import Any
 
 from linear.layouts import mixed_ranks
 from linear.oracle import Entry
-from shared.shapes import MODELS, Linear
 from shared.results import dtype_name
+from shared.shapes import MODELS, Linear
 
 from microbench.entries import FROZEN, Shape, entries, measure
 from microbench.settings import Case, Findings, Settings

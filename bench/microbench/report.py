@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from shared.shapes import MODELS
+from shared.harness import Panel
 from shared.results import cell, dtype_name
+from shared.shapes import MODELS
 
 from microbench.entries import FROZEN
 from microbench.settings import Findings, Settings
@@ -152,3 +153,42 @@ def _architecture(device: torch.device) -> str:
     """`sm_90` and the like."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def panels(data: Mapping[str, Any]) -> list[Panel]:
+    """Returns the figure: ratios of the linears, adapters, ablation; of what was measured."""
+    rows = {
+        name: [r for r in data["rows"] if r["section"] == name]
+        for name in ("linears", "adapters", "ablation")
+    }
+    calls = "operator_calls" if data["settings"]["device"] == "cpu" else "launches"
+    found = [
+        ("linears", "forward + backward / frozen", "ratio_to_frozen", 1.0, True),
+        ("adapters", "ms", "seconds", 1e3, False),
+        ("adapters", calls.replace("_", " "), calls, 1.0, False),
+        ("adapters", "1 - kernel time / wall time", "launch_share", 1.0, False),
+        ("ablation", "ms", "seconds", 1e3, True),
+        ("ablation", "peak MiB", "peak_bytes", 2.0**-20, True),
+    ]
+    made = [_panel(rows[name], name, *how) for name, *how in found]
+    return [panel for panel in made if panel.series]
+
+
+def _panel(
+    rows: Sequence[Mapping[str, Any]], title: str, ylabel: str, key: str, factor: float, bars: bool
+) -> Panel:
+    """Returns a key of all contenders; curves are against the number of adapters."""
+    series: dict[str, dict[Any, float]] = {}
+    for row in rows:
+        place = (
+            f"{row['name']}, {row['layout']}\nN={row['adapters']}, {row['dtype']}"
+            if bars
+            else row["adapters"]
+        )
+        for name, one in row["contenders"].items():
+            if key in one:
+                label = name if bars else f"{name}, {row['dtype']}"
+                series.setdefault(label, {})[place] = factor * one[key]
+        if key == "ratio_to_frozen" and key in row["limit"]:
+            series.setdefault("computed limit", {})[place] = row["limit"][key]
+    return Panel(ylabel, series, title, "" if bars else "adapters", bars)

@@ -16,8 +16,8 @@ from linear import oracle
 from linear.contenders import Run
 from linear.layouts import mixed_ranks
 from linear.oracle import Entry
-from shared.shapes import MODELS
 from shared.results import dtype_name
+from shared.shapes import MODELS
 from torch import Tensor, nn
 
 import mlora_ext as mx

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
+import argparse
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from shared.harness import SECONDS, Found, Target, table
+from shared.timing import alternate, medians, ratio
 from torch import Tensor
-
-from offload.options import Options
-from offload.report import SECONDS, Data, at_most, table
-from offload.turns import medians, ratios, take_turns
 
 PARAMETERS, QUICK_PARAMETERS = 100_000_000, 100_000
 LEARNING_RATE, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
@@ -57,7 +54,7 @@ class Peer:
         self.update()
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> Found:
     """Times updates of the same parameters, on one thread and on all cores."""
     count = QUICK_PARAMETERS if options.quick else PARAMETERS
     torch.manual_seed(0)
@@ -73,14 +70,20 @@ def run(options: Options) -> dict[str, Any]:
         PEER_CAST: lambda: peer.cast_and_update(gradients[torch.bfloat16]),
         OURS[torch.bfloat16]: lambda: ours.update(gradients[torch.bfloat16]),
     }
-    sections = {}
+    lines = [f"{count / 1e6:g} million parameters; `of peer` is the ratio to `{PEER}`"]
+    sections, must = {}, []
     for threads in sorted({1, options.threads}):
         torch.set_num_threads(threads)
-        turns = take_turns(cases, options.turns, warm_up=2)
-        found = {name: statistics.median(ratios(turns, name, PEER)) for name in cases}
-        sections[str(threads)] = {"turns": turns, "medians": medians(turns), "of_peer": found}
-    data = {"parameters": count, "difference": difference, "threads": sections}
-    return data | {"must": _must(sections)}
+        turns = alternate(cases, options.turns, warm_up=2)
+        rows = medians(turns)
+        for name, row in rows.items():
+            row["of_peer"] = ratio(turns, name, PEER)
+        sections[str(threads)] = {"turns": turns, "medians": rows}
+        lines += ["", f"threads: {threads}", *table(rows, (*SECONDS, ("of peer", "of_peer", "7.3f", 1.0)))]
+        for name in OURS.values():
+            what = f"{name} / {PEER}, {threads} threads (goal {GOAL})"
+            must.append(Target(what, rows[name]["of_peer"], most=MUST))
+    return Found({"parameters": count, "difference": difference, "threads": sections}, lines, must)
 
 
 def _difference(ours: Ours, peer: Peer, gradient: Tensor) -> float:
@@ -88,20 +91,3 @@ def _difference(ours: Ours, peer: Peer, gradient: Tensor) -> float:
     ours.update(gradient)
     peer.cast_and_update(gradient)
     return float((ours.parameter - peer.parameter.detach()).abs().max())
-
-
-def _must(sections: Data) -> list[dict[str, Any]]:
-    return [
-        at_most(f"{name} / {PEER}, {threads} threads (goal {GOAL})", section["of_peer"][name], MUST)
-        for threads, section in sections.items()
-        for name in OURS.values()
-    ]
-
-
-def text(data: Data) -> list[str]:
-    """Returns a table for each number of threads."""
-    lines = [f"{data['parameters'] / 1e6:g} million parameters; `of peer` is the ratio to `{PEER}`"]
-    for threads, section in data["threads"].items():
-        rows = {name: row | {"of_peer": section["of_peer"][name]} for name, row in section["medians"].items()}
-        lines += ["", f"threads: {threads}", *table(rows, (*SECONDS, ("of peer", "of_peer", "7.3f", 1)))]
-    return lines

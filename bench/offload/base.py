@@ -78,6 +78,11 @@ def write_base(folder: Path, shape: ModelShape, seed: int = 0) -> int:
     return streamed
 
 
+def sizes_of(shape: ModelShape) -> str:
+    """Returns a model's sizes in words."""
+    return f"Llama {shape.hidden}/{shape.intermediate}, {shape.layers} blocks"
+
+
 def drop_cached(path: Path) -> None:
     """Writes a file's pages to the disk and drops them from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)

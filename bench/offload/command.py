@@ -1,8 +1,8 @@
 """Out-of-core tuning on a CPU: files, AdamW, a streamed base, packed adapters, and limited memory.
 
-    python bench/bench_offload.py io                         # one part; results beside --out
-    python bench/bench_offload.py stream adapters --turns 7
-    python bench/bench_offload.py --quick --out /tmp/quick   # all parts, tiny sizes
+    python -m bench offload io                         # one part; results beside --out
+    python -m bench offload stream adapters --turns 7
+    python -m bench offload --quick --out /tmp/quick   # all parts, tiny sizes
 
 Parts: `io` (our reads and writes against fio), `adamw` (one pass against PyTorch's fused AdamW and a copy),
 `stream` (a training step over a base on disk: one after the other, overlapped, mapped), `adapters` (tokens/s
@@ -21,116 +21,84 @@ after results are written, where a target is missed; `--quick` judges none.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from shared import machine
-from shared.harness import documented_parser, start_quietly
-from shared.results import RESULTS, write_json
-from transformers.utils import logging as transformers_logging
+from shared.harness import Found, documented_parser, report, start_quietly
+from shared.results import RESULTS
+from shared.timing import cores
 
-from offload import adamw, capacity, disk_speed, others, packed, streaming
+from offload import accelerate, adamw, adapters, io, limits, optimizer, stream, swap
 from offload.base import check_disk, disk_scheduler, file_system
-from offload.full_parts import FULL
-from offload.options import QUICK_TURNS, TURNS, Options
 from offload.remote import RemoteError
-from offload.report import heading, missed, verdicts
-from offload.turns import cores
 
-PARTS: dict[str, ModuleType] = {
-    "io": disk_speed,
-    "adamw": adamw,
-    "stream": streaming,
-    "adapters": packed,
-    "accelerate": others,
-    "capacity": capacity,
-    **FULL,
+PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
+    "io": io.run,
+    "adamw": adamw.run,
+    "stream": stream.run,
+    "adapters": adapters.run,
+    "accelerate": accelerate.run,
+    "capacity": limits.capacity,
+    "optimizer": optimizer.run,
+    "swap": swap.run,
+    "activations": swap.activations,
+    "largest": limits.largest,
+    "full": limits.full,
 }
 
 
-def run(name: str, options: Options) -> dict[str, Any]:
-    """Runs one part.
-
-    Args:
-        name: in `PARTS`.
-        options: with the folder in which one for models and files is made, and removed.
-
-    Returns:
-        What `PART.json` holds.
+def run(name: str, options: argparse.Namespace) -> int:
+    """Runs one part in a folder of its own, and writes what it found; returns the exit code.
 
     Raises:
         OSError: the folder is in memory, or something that the part needs is missing.
+        RemoteError: a process of its own failed.
     """
     check_disk(options.folder)
     start_quietly(options.threads)
-    command = f"python bench/bench_offload.py {name} --turns {options.turns} --threads {options.threads}"
-    command += " --quick" * options.quick
-    if options.deepspeed and PARTS[name] is others:
-        command += " --deepspeed PYTHON"
-    data: dict[str, Any] = {
-        "machine": machine.describe(command),
-        "file_system": file_system(options.folder),
-        "disk_scheduler": disk_scheduler(options.folder),
-        "quick": options.quick,
-    }
+    command = f"python -m bench offload {name} --turns {options.turns} --threads {options.threads}"
+    command += " --quick" * options.quick + " --deepspeed PYTHON" * bool(options.deepspeed)
+    disk = {"file_system": file_system(options.folder), "disk_scheduler": disk_scheduler(options.folder)}
     with (
         tempfile.TemporaryDirectory(dir=options.folder, prefix="offload-") as own,
-        machine.OtherProcesses() as rest,
+        machine.OtherProcesses() as others,
     ):
-        data |= PARTS[name].run(replace(options, folder=Path(own)))
-    return data | {"other_processes_share": rest.share}
-
-
-def write(name: str, data: Mapping[str, Any], out: Path) -> None:
-    """Writes a part's numbers, text and, where it has one, figure to a folder, and prints the text."""
-    lines = "\n".join([*heading(data), *PARTS[name].text(data), *verdicts(data)])
-    write_json(out / f"{name}.json", data)
-    (out / f"{name}.txt").write_text(lines + "\n")
-    if hasattr(PARTS[name], "plot"):
-        PARTS[name].plot(data, out / f"{name}.png")
-    print(lines, flush=True)
+        found = PARTS[name](argparse.Namespace(**{**vars(options), "folder": Path(own)}))
+    found.data = disk | found.data
+    found.lines.insert(0, f"disk: {disk['file_system']}, scheduler {disk['disk_scheduler'] or 'unknown'}")
+    return report(found, options.out / name, quick=options.quick, others=others.share, command=command)
 
 
 def main() -> int:
-    """Runs the parts, prints, and writes their results."""
+    """Runs the parts; returns the exit code."""
     parser = documented_parser(__doc__)
     parser.add_argument("parts", nargs="*", help=f"some of {', '.join(PARTS)}; default: all")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--turns", type=int, help=f"of each contender; default: {TURNS}, quick {QUICK_TURNS}")
+    parser.add_argument("--turns", type=int, help="of each contender; default: 5, quick 1")
     parser.add_argument("--threads", type=int, help="that compute; default: all cores, quick 1")
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk that is measured"
     )
     parser.add_argument("--deepspeed", metavar="PYTHON", help="an interpreter that has DeepSpeed")
     parser.add_argument("--out", type=Path, default=RESULTS / "offload-cpu", help="folder of the results")
-    arguments = parser.parse_args()
-    unknown = [name for name in arguments.parts if name not in PARTS]
+    options = parser.parse_args()
+    unknown = [name for name in options.parts if name not in PARTS]
     if unknown:
         parser.error(f"parts: expected some of {', '.join(PARTS)}, got {unknown[0]}")
-    transformers_logging.disable_progress_bar()
-    options = Options(
-        arguments.folder,
-        arguments.quick,
-        arguments.turns or (QUICK_TURNS if arguments.quick else TURNS),
-        arguments.threads or (1 if arguments.quick else cores()),
-        arguments.deepspeed,
-    )
+    options.turns = options.turns or (1 if options.quick else 5)
+    options.threads = options.threads or (1 if options.quick else cores())
     failed = []
-    for name in arguments.parts or list(PARTS):
+    for name in options.parts or list(PARTS):
         print(f"{name} ...", flush=True)
         try:
-            data = run(name, options)
+            failed += [name] * run(name, options)
         except (OSError, RemoteError) as error:
             print(f"error: {error}", file=sys.stderr)
             failed.append(name)
-            continue
-        write(name, data, arguments.out)
-        failed += missed(data)
     if failed:
         print(f"failed or missed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -1,23 +1,32 @@
-"""Runs a command in a memory cgroup of its own, below the one that this process is in.
+"""Runs a command in a memory cgroup of its own, and prints the most that it held.
+
+    python -m bench memory-limit 1GiB python train.py --epochs 1
 
 The kernel enforces the limit on everything that the command's processes hold, page cache included, and says
-how much that was at most. `RLIMIT_AS` and resident sizes do not bound or show that.
+how much that was at most. `RLIMIT_AS` and resident sizes do not bound or show that. Exits with the command's
+code, or with 1 if a charge met the limit: the command then had to give up pages, or was killed.
 
 Source: the kernel's Documentation/admin-guide/cgroup-v1/memory.rst and cgroup-v2.rst.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from mlora.config.sections import parse_size
+from shared.harness import documented_parser
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -172,3 +181,22 @@ def _delegated(own: Path, mount: Path) -> Path:
 def _numbers(path: Path) -> dict[str, int]:
     """Returns the numbers of a file with a name and a number in each line."""
     return {name: int(value) for name, value in (line.split() for line in path.read_text().splitlines())}
+
+
+def main() -> int:
+    """Runs the command and prints a line of JSON behind its output."""
+    parser = documented_parser(__doc__)
+    parser.add_argument("limit", help="bytes, or a size such as 1GiB")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="with its arguments")
+    arguments = parser.parse_args()
+    if not arguments.command:
+        parser.error("command: expected one, got none")
+    try:
+        with MemoryGroup(parse_size(arguments.limit)) as group:
+            code = group.start(arguments.command).wait()
+            usage = group.usage()
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(usage)))
+    return code or int(usage.failed > 0)

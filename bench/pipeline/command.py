@@ -1,9 +1,9 @@
 """LoRAPP against flushed pipelines, torch's own ones, FSDP2 and tensor parallelism, in the same run.
 
-    python bench/bench_pipeline.py                          # all sections; results beside --out
-    python bench/bench_pipeline.py throughput --repeats 3
-    python bench/bench_pipeline.py --quick --out /tmp/quick
-    python bench/bench_pipeline.py --from pipeline.json     # of a kept result, text and figure anew
+    python -m bench pipeline                          # all sections; results beside --out
+    python -m bench pipeline throughput --repeats 3
+    python -m bench pipeline --quick --out /tmp/quick/pipeline
+    python -m bench pipeline --from pipeline.json     # of a kept result, text and figure anew
 
 Sections: `throughput` (two processes of one thread each), `network` (the same between two network namespaces
 at 1 Gbit/s; needs root), `volume` (bytes sent), `bubbles` (measured and simulated; four and eight stages of
@@ -19,6 +19,7 @@ for pipelines and `others` near 0. Exits with 1, after results are written, wher
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -26,13 +27,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shared import machine
-from shared.harness import documented_parser
-from shared.results import RESULTS, write_json
+from shared.harness import Found, measured
 
+from pipeline import report
 from pipeline.measures import row_of, worst_difference
 from pipeline.places import RATE, TURNS, Place, place_of, places
-from pipeline.report import misses, plot, text
 from pipeline.sections import lines_of
 from pipeline.start import JobError, run_job, run_network_job, why_no_network
 
@@ -73,11 +72,7 @@ def run_place(place: Place) -> dict[str, Any]:
 
 
 def run(sections: list[str], *, quick: bool, repeats: int | None) -> dict[str, Any]:
-    """Run sections.
-
-    Returns:
-        What `pipeline.json` holds.
-    """
+    """Runs sections; returns what `pipeline.json` holds."""
     found, not_run = [], {}
     for place in places(sections, quick=quick, repeats=repeats):
         reason = why_no_network() if place.network else ""
@@ -87,8 +82,6 @@ def run(sections: list[str], *, quick: bool, repeats: int | None) -> dict[str, A
         print(f"{place.name}: {len(place.cases)} contenders, {place.repeats} turns each", flush=True)
         found.append((place, run_place(place)))
     return {
-        "machine": machine.describe(),
-        "quick": quick,
         "sections": sections,
         "places": [result for _, result in found],
         "lines": lines_of(sections, [(place, result["rows"]) for place, result in found]),
@@ -97,54 +90,45 @@ def run(sections: list[str], *, quick: bool, repeats: int | None) -> dict[str, A
 
 
 def again(path: Path) -> dict[str, Any]:
-    """A kept result, with what follows from its measured numbers made anew.
+    """Returns a kept result, with what follows from its measured numbers made anew.
 
     Args:
         path: of a `pipeline.json`; one without `sections` is of all.
 
     Raises:
-        JobError: it cannot be read, or is no JSON.
+        OSError: it cannot be read.
+        ValueError: it is no JSON.
     """
-    try:
-        data: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise JobError(f"--from: {path}: {error}") from error
+    data: dict[str, Any] = json.loads(path.read_text())
     found = [(place_of(result), result["rows"]) for result in data["places"]]
-    return data | {"lines": lines_of(data.get("sections", SECTIONS), found)}
+    kept = {"other_processes_share": data.get("other_processes_share")}
+    return data | kept | {"lines": lines_of(data.get("sections", SECTIONS), found)}
 
 
-def main() -> int:
-    """Run, print, and write `pipeline.json`, `.txt` and `.png`; of a kept result the last two."""
-    parser = documented_parser(__doc__)
-    parser.add_argument("sections", nargs="*", help=f"some of {', '.join(SECTIONS)}; default: all")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+def measure(options: argparse.Namespace) -> Found:
+    """Runs the sections, or takes those of a kept result."""
+    if options.kept:
+        data = again(options.kept)
+    else:
+        data = run(options.sections or list(SECTIONS), quick=options.quick, repeats=options.repeats)
+    return Found(data, report.text(data), report.targets(data["lines"]), report.panels(data))
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of this benchmark."""
+    parser.add_argument(
+        "sections", nargs="*", choices=[*SECTIONS, []], help=f"some of {', '.join(SECTIONS)}; default: all"
+    )
     turns = ", ".join(f"{name} {count}" for name, count in TURNS.items())
     parser.add_argument("--repeats", type=int, help=f"turns of each contender; default: {turns}; quick 1")
     parser.add_argument("--from", type=Path, dest="kept", help="pipeline.json: report it, measure nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS / "pipeline-cpu", help="folder")
-    arguments = parser.parse_args()
-    unknown = [name for name in arguments.sections if name not in SECTIONS]
-    if unknown:
-        parser.error(f"sections: expected some of {', '.join(SECTIONS)}, got {unknown[0]}")
-    if arguments.kept and (arguments.sections or arguments.quick or arguments.repeats):
-        parser.error("--from: expected neither sections nor --quick nor --repeats, which it does not measure")
+
+
+def main() -> int:
+    """Measures, prints, and writes the results."""
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        if arguments.kept:
-            data = again(arguments.kept)
-        else:
-            sections = arguments.sections or list(SECTIONS)
-            data = run(sections, quick=arguments.quick, repeats=arguments.repeats)
-    except JobError as error:
+        return measured(__doc__, measure, out="pipeline-cpu/pipeline", threads=1, add=add)
+    except (JobError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    if not arguments.kept:
-        write_json(arguments.out / "pipeline.json", data)
-    (arguments.out / "pipeline.txt").write_text(text(data))
-    plot(data, arguments.out / "pipeline.png")
-    print(text(data), end="")
-    missed = misses(data)
-    if missed:
-        print(f"missed: {', '.join(line['what'] for line in missed)}", file=sys.stderr)
-    return 1 if missed else 0

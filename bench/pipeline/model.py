@@ -1,4 +1,4 @@
-"""What `bench_pipeline.py` trains: a Llama of random weights with plain LoRA on its linear layers.
+"""What is trained: a Llama of random weights with plain LoRA on its linear layers.
 
 Ours and the peers run the same modules: Transformers' decoder layers, `LoRALinear` below and AdamW. Every
 process makes the whole model from one seed and keeps its part.

@@ -1,4 +1,4 @@
-"""`bench_pipeline.py`'s contenders of this project: a stage of `mlora.pipeline` in each process."""
+"""The contenders of this project: a stage of `mlora.pipeline` in each process."""
 
 from __future__ import annotations
 

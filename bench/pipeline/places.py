@@ -1,4 +1,4 @@
-"""What `bench_pipeline.py` runs: places, each some processes with contenders that take turns in them."""
+"""What runs: places, each some processes with contenders that take turns in them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Place:
         return self.shape.rows if self.shape else 1
 
     def job(self) -> dict[str, Any]:
-        """As `pipeline_worker.py` reads it."""
+        """As `worker.py` reads it."""
         what = {"shape": asdict(self.shape)} if self.shape else {"sleep": self.sleep}
         cases = [asdict(case) for case in self.cases]
         return what | {"cases": cases, "repeats": self.repeats, "warm_up_steps": WARM_UP_STEPS}

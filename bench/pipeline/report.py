@@ -1,15 +1,11 @@
-"""The text and the figure of `bench_pipeline.py`."""
+"""The text and the figure of `pipeline`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from math import inf
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from shared.figures import about, figure
-from shared.results import cell, width
+from shared.harness import Data, Panel, Target, table
 
 _COLUMNS = (
     ("tokens/s", "tokens_per_second", "10.1f", 1),
@@ -23,46 +19,28 @@ _COLUMNS = (
 )
 
 
-def text(data: Mapping[str, Any]) -> str:
-    """Everything as a table."""
-    machine = data["machine"]
-    command = re.sub(r" --out \S+", "", machine["command"])
-    lines = [
-        f"{machine['processor']}, {machine['logical_cores']} cores, torch {machine['torch']}, "
-        f"commit {machine['commit']}, {machine['date']}: {command}",
-    ]
-    if data["quick"]:
-        lines.append("--quick: sizes that show nothing")
+def text(data: Data) -> list[str]:
+    """Returns a table of each place, and the lines that follow from them; those without a bound, too."""
+    lines: list[str] = []
     for place in data["places"]:
-        lines += ["", _title(place)]
-        titles = "".join(f"{title:>{width(spec) + 1}}" for title, _, spec, _ in _COLUMNS)
-        lines.append(f"  {'':34}{titles}")
-        lines += [_row(name, row) for name, row in place["rows"].items()]
-    missed = misses(data)
-    lines += ["", *(_line(line) + (" MISSED" if line in missed else "") for line in data["lines"])]
-    lines += [f"not run: {name}: {reason}" for name, reason in data["not_run"].items()]
-    return "\n".join(lines) + "\n"
+        columns = tuple((title, key, spec, float(factor)) for title, key, spec, factor in _COLUMNS)
+        lines += ["", _title(place), *table(place["rows"], columns)]
+    lines += ["", *map(_line, data["lines"])]
+    return lines + [f"not run: {name}: {reason}" for name, reason in data["not_run"].items()]
 
 
-def misses(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The lines whose value is not what it must be; none of `--quick`, whose sizes show nothing."""
-    return [] if data["quick"] else [line for line in data["lines"] if not _reached(line)]
+def targets(lines: Sequence[Data]) -> list[Target]:
+    """Returns what lines must be."""
+    found = []
+    for line in lines:
+        least, most = line.get("between", (None, None))
+        if line.get("must") is not None:
+            least, most = (line["must"], None) if line["at_least"] else (None, line["must"])
+        found.append(Target(line["what"], line["value"], least, most))
+    return found
 
 
-def _reached(line: Mapping[str, Any]) -> bool:
-    value: float | None = line["value"]
-    if value is None:
-        return False
-    if "between" in line:
-        least, most = line["between"]
-    elif line["must"] is None:
-        return True
-    else:
-        least, most = (line["must"], inf) if line["at_least"] else (-inf, line["must"])
-    return bool(least <= value <= most)
-
-
-def _title(place: Mapping[str, Any]) -> str:
+def _title(place: Data) -> str:
     if place["sleep"]:
         ms = [1e3 * place["sleep"][way] for way in ("forward", "backward")]
         return (
@@ -76,81 +54,26 @@ def _title(place: Mapping[str, Any]) -> str:
     return f"{place['name']}: {place['stages']} processes of one thread{wire}; {shape}"
 
 
-def _row(name: str, row: Mapping[str, Any]) -> str:
-    cells = [" " + cell(row.get(key), spec, factor) for _, key, spec, factor in _COLUMNS]
-    return f"  {name:34}{''.join(cells)}"
-
-
-def _line(line: Mapping[str, Any]) -> str:
+def _line(line: Data) -> str:
     value = "not run" if line["value"] is None else f"{line['value']:.3f}"
-    words = f"{line['section']}: {line['what']}: {value}"
-    if line.get("error") is not None:
-        words += f" +- {line['error']:.3f}"
-    if "worst" in line:
-        words += f", in the worst turn {line['worst']:.3f}"
-    if "between" in line:
-        return f"{words} (must be between {line['between'][0]} and {line['between'][1]})"
-    if line["must"] is None:
-        return words
-    return f"{words} (must be at {'least' if line['at_least'] else 'most'} {line['must']})"
+    error = f" +- {line['error']:.3f}" if line.get("error") is not None else ""
+    worst = f", in the worst turn {line['worst']:.3f}" if "worst" in line else ""
+    return f"{line['section']}: {line['what']}: {value}{error}{worst}"
 
 
-def plot(data: Mapping[str, Any], path: Path) -> None:
-    """Draw throughput, bubbles and completion times.
-
-    Args:
-        data: what `pipeline.json` holds.
-        path: of the PNG.
-    """
-    places = data["places"]
-    options = {"figsize": (11, 3.4 * len(places)), "squeeze": False, "layout": "constrained"}
-    with figure(path, len(places), dpi=100, **options) as (drawn, axes):
-        left = iter(axes[:, 0])
-        for place in places:
-            if place["sleep"]:
-                _bubbles(next(left), place)
-            elif place["name"] == "tasks":
-                _completion(next(left), place)
-            else:
-                _throughput(next(left), place)
-        drawn.suptitle(about(data["machine"], quick=data["quick"]))
-
-
-def _throughput(axes: Any, place: Mapping[str, Any]) -> None:
-    rows = place["rows"]
-    bars = axes.bar(list(rows), [row["tokens_per_second"] for row in rows.values()])
-    shown = [f"bubble {row['bubble']:.0%}" if row["bubble"] is not None else "" for row in rows.values()]
-    axes.bar_label(bars, shown, fontsize=6)
-    axes.set_ylabel("tokens/s")
-    _name(axes, place, list(rows))
-
-
-def _bubbles(axes: Any, place: Mapping[str, Any]) -> None:
-    rows = {name: row for name, row in place["rows"].items() if row["bubble"] is not None}
-    spots = range(len(rows))
-    for shift, key, label in ((-0.2, "bubble", "measured"), (0.2, "simulated_bubble", "simulated")):
-        heights = [100 * (row[key] or 0.0) for row in rows.values()]
-        axes.bar([spot + shift for spot in spots], heights, 0.4, label=label)
-    axes.set_ylabel("bubble in the steady window, %")
-    axes.set_xticks(spots)
-    axes.legend(fontsize=7)
-    _name(axes, place, list(rows))
-
-
-def _completion(axes: Any, place: Mapping[str, Any]) -> None:
-    """Mean completion time against the number of tasks."""
-    points: dict[str, list[tuple[int, float]]] = {}
-    for name in place["rows"]:
-        count, _, way = name.removeprefix("tasks=").partition(" ")
-        points.setdefault(way, []).append((int(count), place["rows"][name]["mean_completion_seconds"]))
-    for way, found in points.items():
-        axes.plot(*zip(*found, strict=True), "o-", label=way)
-    axes.set_xlabel("tasks")
-    axes.set_ylabel("mean completion time, s")
-    axes.set_title("Tasks at once (lorapp) and one after the other (gpipe, 1f1b)", fontsize=9)
-    axes.legend(fontsize=7)
-
-
-def _name(axes: Any, place: Mapping[str, Any], names: Sequence[str]) -> None:
-    axes.set_xticks(range(len(names)), names, fontsize=6, rotation=25, ha="right", rotation_mode="anchor")
-    axes.set_title(_title(place).partition(";")[0], fontsize=8)
+def panels(data: Data) -> list[Panel]:
+    """Returns the figure: throughput, bubbles of stages that sleep, and completion times of tasks."""
+    found = []
+    for place in data["places"]:
+        rows, title = place["rows"], _title(place).partition(";")[0]
+        if place["name"] == "tasks":
+            points: dict[str, dict[Any, float]] = {}
+            for name, row in rows.items():
+                count, _, way = name.removeprefix("tasks=").partition(" ")
+                points.setdefault(way, {})[int(count)] = row["mean_completion_seconds"]
+            found.append(Panel("mean completion time, s", points, title, "tasks", bars=False))
+            continue
+        keys = ("bubble", "simulated_bubble") if place["sleep"] else ("tokens_per_second",)
+        series = {key: {n: row[key] for n, row in rows.items() if row[key] is not None} for key in keys}
+        found.append(Panel(", ".join(keys), series, title))
+    return found

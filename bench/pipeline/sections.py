@@ -1,4 +1,4 @@
-"""The sections of `bench_pipeline.py`: what follows from the contenders' rows, each beside its target."""
+"""The sections: what follows from the contenders' rows, each beside its target."""
 
 from __future__ import annotations
 

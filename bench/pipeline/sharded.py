@@ -1,4 +1,4 @@
-"""What `bench_pipeline.py`'s contenders that shard the model have in common, and FSDP2.
+"""What the contenders that shard the model have in common, and FSDP2.
 
 FSDP2: `fully_shard` on each decoder layer, and on the rest. The frozen base is sharded; adapters are small
 and whole everywhere, so that they are not gathered, and the gradients of the one that is trained are summed

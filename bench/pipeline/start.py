@@ -1,4 +1,4 @@
-"""Starts the processes of a `bench_pipeline.py` job: on this machine, or in two network namespaces.
+"""Starts the processes of a job: on this machine, or in two network namespaces.
 
 The namespaces have no names. Each lives as long as a process that sleeps in it, which the system kills with
 this one, and the veth pair ends with them: nothing is left behind, however this process ends.
@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from mlora.cluster.launch import launch
+from shared.machine import BENCH
 
 INTERFACE = "mlora0"
-_WORKER = str(Path(__file__).parents[1] / "pipeline_worker.py")
+_WORKER = [BENCH[1], "pipeline-worker"]
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _TOOLS = ("ip", "tc", "setpriv", "unshare", "nsenter")
 _LOOK_AGAIN = 0.05  # seconds
@@ -38,7 +39,7 @@ def run_job(job: dict[str, Any], processes: int) -> Results:
     """Run a job on this machine.
 
     Args:
-        job: as `pipeline_worker.py` reads it.
+        job: as `worker.py` reads it.
         processes: how many.
 
     Returns:
@@ -48,7 +49,7 @@ def run_job(job: dict[str, Any], processes: int) -> Results:
         JobError: one of them failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        code = launch(processes, [_WORKER, _write(folder, job), folder])
+        code = launch(processes, [*_WORKER, _write(folder, job), folder])
         if code:
             raise JobError(f"a process of the benchmark ended with exit code {code}")
         return _read(folder, processes)
@@ -58,7 +59,7 @@ def run_network_job(job: dict[str, Any], rate: str) -> Results:
     """Run a job of two processes between two network namespaces.
 
     Args:
-        job: as `pipeline_worker.py` reads it.
+        job: as `worker.py` reads it.
         rate: of the link in each direction, in the words of `tc`.
 
     Returns:
@@ -78,7 +79,7 @@ def run_network_job(job: dict[str, Any], rate: str) -> Results:
                 "-m",
                 "mlora.cluster.worker",
                 str(os.getpid()),
-                _WORKER,
+                *_WORKER,
                 path,
                 folder,
             ]

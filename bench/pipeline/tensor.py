@@ -1,4 +1,4 @@
-"""`bench_pipeline.py`'s contenders with tensor parallelism.
+"""The contenders with tensor parallelism.
 
 Both cut q, k, v, gate and up by columns of the output, o and down by columns of the input, and A and B of
 their adapters likewise where that needs no communication of its own: two all-reduces of the activations per

@@ -1,4 +1,4 @@
-"""`bench_pipeline.py`'s contender `torch.distributed.pipelining`: its own GPipe and 1F1B.
+"""The contender `torch.distributed.pipelining`: its own GPipe and 1F1B.
 
 Its stages hold the same modules as ours, and its micro-batches are as large. Fastest settings: no outputs
 collected (`return_outputs=False`), gradients not scaled, no barrier between flushes, losses not read inside a

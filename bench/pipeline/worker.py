@@ -1,4 +1,4 @@
-"""One process of `bench_pipeline.py`: `pipeline_worker.py JOB.json OUT_FOLDER`, under a launcher.
+"""One process of a job: `python -m bench pipeline-worker JOB.json OUT_FOLDER`, under a launcher.
 
 All contenders of a job live in the same processes and take turns, every second time in reverse order: the
 machine drifts, and those that are compared shall have met the same speed. In a first turn each begins with

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from shared.harness import Data, Panel, Target
 
-from shared.figures import about, figure
-
-Data = Mapping[str, Any]
 SCENES = {"all_fit": "all tasks fit", "some_wait": "some tasks wait"}
 WAYS = {
     "seeded": "dry runs, then measurements",
@@ -17,36 +12,28 @@ WAYS = {
 }
 
 
-def must_lines(data: Data) -> list[dict[str, Any]]:
-    """What was asked for, and what was found.
+def must_lines(data: Data) -> list[Target]:
+    """Returns what was asked for, and what was found, in percent; windowed models are not judged.
 
     Args:
         data: a result, of one part or both.
-
-    Returns:
-        Of each: `what`, `value`, `must`, the most that is allowed, `unit`, and whether it is `met`. Windowed
-        models are not judged.
     """
     found = []
     if "overhead" in data:
         part = data["overhead"]
         for key, name in SCENES.items():
-            found.append(_line(f"share of a step, {name}", 100 * part[key]["share"], 100 * part["must"]))
+            value = 100 * part[key]["share"]
+            found.append(Target(f"share of a step, %, {name}", value, most=100 * part["must"]))
     if "prediction" in data:
         part = data["prediction"]
         for curve in part["curves"]:
             if curve["window"] is None:
-                after = curve["ways"]["seeded"]["worst_mape"][part["judged_at"]]
-                name = label(curve)
-                found.append(
-                    _line(f"MAPE after {part['judged_at']} points, {name}", after, part["must_mape"])
-                )
-                found.append(_line(f"worst shape by seeds, {name}", curve["seed_worst"], part["must_seed"]))
+                after, name = curve["ways"]["seeded"]["worst_mape"][part["judged_at"]], label(curve)
+                what = f"MAPE after {part['judged_at']} points, %, {name}"
+                found.append(Target(what, after, most=part["must_mape"]))
+                what = f"worst shape by seeds, %, {name}"
+                found.append(Target(what, curve["seed_worst"], most=part["must_seed"]))
     return found
-
-
-def _line(what: str, value: float, must: float) -> dict[str, Any]:
-    return {"what": what, "value": value, "must": must, "unit": "%", "met": value <= must}
 
 
 def label(curve: Data) -> str:
@@ -54,18 +41,10 @@ def label(curve: Data) -> str:
     return f"{curve['name']}, {'recomputed' if curve['checkpointing'] else 'kept'}"
 
 
-def text(data: Data) -> str:
-    """A result in lines; one of `--quick` is not judged."""
-    found = []
-    if "overhead" in data:
-        found += _overhead_lines(data["overhead"])
-    if "prediction" in data:
-        found += _prediction_lines(data["prediction"])
-    found.append("")
-    for line in [] if data["quick"] else must_lines(data):
-        verdict = "met" if line["met"] else "MISSED"
-        found.append(f"{verdict:6}  {line['what']}: {line['value']:.3g}% (must be at most {line['must']:g}%)")
-    return "\n".join(found) + "\n"
+def text(data: Data) -> list[str]:
+    """Returns a result in lines."""
+    found = _overhead_lines(data["overhead"]) if "overhead" in data else []
+    return found + (_prediction_lines(data["prediction"]) if "prediction" in data else [])
 
 
 def _overhead_lines(part: Data) -> list[str]:
@@ -112,43 +91,13 @@ def _prediction_lines(part: Data) -> list[str]:
     return found
 
 
-def plot(data: Data, path: Path) -> None:
-    """Draw the errors of predictions against the number of points, a panel for each way.
-
-    Args:
-        data: a result with predictions.
-        path: of the PNG.
-    """
-    part = data["prediction"]
-    options = {"figsize": (13, 4.6), "sharey": True, "layout": "constrained"}
-    with figure(path, 1, len(WAYS), dpi=110, **options) as (drawn, axes):
-        for place, (way, name) in zip(axes, WAYS.items(), strict=True):
-            _errors(place, part["curves"], way)
-            place.axhline(part["must_mape"], color="black", linestyle="--", linewidth=0.9)
-            place.set_title(name, fontsize=9)
-            place.set_xlabel("measured micro-batches", fontsize=9)
-            place.set_xticks(range(0, 21, 5))
-        axes[0].set_ylabel("MAPE on unseen shapes, %", fontsize=9)
-        handles = axes[0].get_legend_handles_labels()[0]
-        drawn.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-        drawn.suptitle(about(data["machine"], quick=data["quick"]), fontsize=9)
-
-
-def _errors(axes: Any, curves: Sequence[Data], way: str) -> None:
-    """A line for each model and mode; windowed models are dotted."""
-    colours = {name: f"C{place}" for place, name in enumerate(dict.fromkeys(c["name"] for c in curves))}
-    for curve in curves:
-        row = curve["ways"][way]["mape"]
-        points = [(n, max(value, 1e-4)) for n, value in enumerate(row) if value is not None]
-        style = ":" if curve["window"] else "-"
-        marker = "s" if curve["checkpointing"] else "o"
-        axes.plot(
-            *zip(*points, strict=True),
-            style,
-            color=colours[curve["name"]],
-            marker=marker,
-            markersize=3,
-            label=label(curve),
-        )
-    axes.set_yscale("log")
-    axes.grid(alpha=0.3)
+def panels(part: Data) -> list[Panel]:
+    """Returns the errors of predictions against the number of points, a panel for each way."""
+    found = []
+    for way, name in WAYS.items():
+        series = {
+            label(curve): {n: max(e, 1e-4) for n, e in enumerate(curve["ways"][way]["mape"]) if e is not None}
+            for curve in part["curves"]
+        }
+        found.append(Panel("MAPE on unseen shapes, %", series, name, "measured micro-batches", False, True))
+    return found

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,7 +134,8 @@ def measured(
         add: adds its own options.
 
     Returns:
-        The exit code: 1 where a target is missed; `--quick` judges nothing, and writes only to a given `--out`.
+        The exit code: 1 where a target is missed. `--quick` judges nothing, and writes only to a given
+        `--out`.
     """
     parser = documented_parser(about)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
@@ -156,14 +158,18 @@ def measured(
 
 
 def report(found: Found, path: Path | None, *, quick: bool, others: float | None, command: str = "") -> int:
-    """Prints and writes a result; returns the exit code."""
-    info = machine.describe(command or None)
-    data = {"machine": info, "quick": quick, "other_processes_share": others}
-    data |= {"must": [asdict(target) | {"met": target.met} for target in found.must]}
+    """Prints and writes a result; returns the exit code.
+
+    A result that was kept brings its machine, and whether it was `quick`, along in its data.
+    """
+    data: dict[str, Any] = {"quick": quick, "other_processes_share": others, **found.data}
+    data["must"] = [asdict(target) | {"met": target.met} for target in found.must]
+    info = data.get("machine") or machine.describe(command or None)
+    quick, others = data["quick"], data["other_processes_share"]
     lines = [*heading(info, quick, others), "", *found.lines, *verdicts(found.must, quick)]
     print("\n".join(lines), flush=True)
     if path is not None:
-        write_json(Path(f"{path}.json"), {**data, **found.data})
+        write_json(Path(f"{path}.json"), {"machine": info, **data})
         Path(f"{path}.txt").write_text("\n".join(lines) + "\n")
         if found.panels:
             draw(Path(f"{path}.png"), found.panels, title(info, quick=quick))
@@ -213,6 +219,9 @@ def title(info: Data, *, quick: bool, processor: str = "processor") -> str:
 
 def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
     """Draws panels below each other into a PNG, without a display."""
+    if find_spec("matplotlib") is None:
+        print("no figure: matplotlib is missing")
+        return
     import matplotlib
 
     matplotlib.use("Agg")

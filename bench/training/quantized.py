@@ -214,8 +214,9 @@ def measure(options: argparse.Namespace) -> Found:
             mib = {name: size / 2**20 for name, size in found.items()}
             lines.append(
                 f"base {mib['base_bytes']:.1f} MiB in nf4 ({found['bits_per_weight']:.2f} bits a weight), "
-                f"{mib['plain_base_bytes']:.1f} in fp32; the peak of a step is {mib['dequantised_bytes']:.1f} MiB "
-                f"above that over plain weights (the largest layer: {mib['largest_layer_bytes']:.1f} MiB)"
+                f"{mib['plain_base_bytes']:.1f} in fp32; the peak of a step is "
+                f"{mib['dequantised_bytes']:.1f} "
+                f"MiB above that over plain weights (the largest layer: {mib['largest_layer_bytes']:.1f} MiB)"
             )
         data["speed"] = rows = []
         for dtype in DTYPES[not on_cpu :]:

@@ -151,6 +151,8 @@ def test_commands_on_a_gpu(tmp_path: Path) -> None:
     for phase in found:
         for path in re.findall(r"(?:bench|tests|examples)/[\w/]+\.\w+", f"{phase.command} {phase.dry}"):
             assert (ROOT / path).exists(), path
+        for name in re.findall(r"(?:-m bench|bench/__main__.py) (\S+)", f"{phase.command} {phase.dry}"):
+            assert f'    "{name}": (' in (ROOT / "bench/__main__.py").read_text(), name
     from gpu import kit
 
     planned = ",".join(kit.CALLS.values()).split(",")
@@ -191,7 +193,7 @@ def test_commands_of_the_kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_kit(tmp_path: Path) -> None:
     """What is built loads here, too: it needs no library of CUDA."""
-    command = [sys.executable, ROOT / "bench/gpu_kit.py", tmp_path / "kit", "--no-wheels"]
+    command = [sys.executable, ROOT / "bench/__main__.py", "gpu-kit", tmp_path / "kit", "--no-wheels"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=2900)
     assert done.returncode == 0, done.stdout + done.stderr
     program = "import mlora_ext.library as found; print(found.LIBRARY)"

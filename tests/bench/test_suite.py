@@ -11,9 +11,9 @@ OURS = "ours, cpu"
 
 
 def suite(*arguments: object) -> int:
-    import suite
+    from microbench import command
 
-    return suite.main(["--quick", "--rounds", "1", "--device", "cpu", *map(str, arguments)])
+    return command.main(["--quick", "--rounds", "1", "--device", "cpu", *map(str, arguments)])
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -207,8 +207,8 @@ def test_fewer_rows_than_adapters_is_told_of(tmp_path: Path) -> None:
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
-    import suite
+    from microbench import command
 
     with pytest.raises(SystemExit):
-        suite.main(["--device", "cuda"])
+        command.main(["--device", "cuda"])
     assert "--device: expected a device that this torch sees, got cuda" in capsys.readouterr().err

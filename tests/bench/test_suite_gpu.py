@@ -10,10 +10,10 @@ pytestmark = pytest.mark.gpu
 
 
 def test_quick_sections(tmp_path: Path) -> None:
-    import suite
+    from microbench import command
 
     arguments = ["linears", "adapters", "decoder", "step", "--quick", "--check", "--device", "cuda"]
-    code = suite.main([*arguments, "--out", str(tmp_path)])
+    code = command.main([*arguments, "--out", str(tmp_path)])
     data = json.loads((tmp_path / "suite.json").read_text())
     assert data["failed"] == {}
     assert code == 0

@@ -290,11 +290,11 @@ app.add_typer(simulate, name="simulate")
 def bench(context: typer.Context) -> None:
     """Run the benchmarks of the source checkout."""
     with command():
-        if not (BENCHMARKS / "suite.py").is_file():
+        if not (BENCHMARKS / "__main__.py").is_file():
             raise RunError(
                 "bench: the installed package holds no benchmarks; in a source checkout, run "
                 "`pip install --no-build-isolation -e .`"
             )
         if str(BENCHMARKS) not in sys.path:
             sys.path.insert(0, str(BENCHMARKS))
-        raise typer.Exit(int(import_module("suite").main(context.args, program="mlora bench")))
+        raise typer.Exit(int(import_module("microbench.command").main(context.args, program="mlora bench")))

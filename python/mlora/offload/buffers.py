@@ -1,7 +1,7 @@
 """Memory that direct reads and writes use.
 
 It lies in huge pages where the kernel has some, because the kernel cuts a transfer into a segment per page.
-Reads of a virtual disk went from 1.0 to 2.2 GB/s by it (`bench/bench_offload.py io`).
+Reads of a virtual disk went from 1.0 to 2.2 GB/s by it (`python -m bench offload io`).
 """
 
 from __future__ import annotations

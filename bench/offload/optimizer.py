@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from shared.figures import about, figure
+from shared.harness import SECONDS, Found, Panel, Target, table
+from shared.timing import Turn, in_order, medians, ratio, timed
 from torch import Tensor
 
-from offload.full_model import (
-    QUICK_SHAPE,
-    SEQUENCE,
-    SHAPE,
-    Tuned,
-    parameters_in_blocks,
-    random_tokens,
-)
-from offload.options import Options
-from offload.report import SECONDS, Data, at_least, table
-from offload.streaming import check_equal
-from offload.turns import Turn, in_order, medians, timed
+from offload.base import sizes_of
+from offload.full_model import QUICK_SHAPE, SEQUENCE, SHAPE, Tuned, parameters_in_blocks, random_tokens
+from offload.stream import check_equal
 
 NONE, MEMORY, SERIAL, NAIVE, OPTIMISED = "no optimizer", "states in memory", "serial", "naive", "optimised"
 ALONE = "optimizer alone"
@@ -43,7 +35,7 @@ EQUAL_ENOUGH = 1.25
 """Backward and optimizer take equally long if the longer one takes at most so many times the other."""
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> Found:
     """Measures all contenders in turns, with as many tokens as make backward as long as the optimizer.
 
     Raises:
@@ -61,18 +53,31 @@ def run(options: Options) -> dict[str, Any]:
     finally:
         for one in tuned.values():
             one.close()
-    data = {
-        "shape": shape.options,
-        "parameters": parameters_in_blocks(shape),
-        "tokens": tokens,
-        "threads": torch.get_num_threads(),
-        "turns": turns,
-        "efficiency": [efficiency(turn) for turn in turns],
-        "over_naive": [over_naive(turn) for turn in turns],
-    }
-    return data | {
-        "must": [at_least("median efficiency of active updates", _median(data["efficiency"]), MUST)]
-    }
+    rows, parameters = medians(turns), parameters_in_blocks(shape)
+    backward, alone = rows[NONE]["backward"], rows[ALONE]["seconds"]
+    apart = max(backward, alone) / min(backward, alone)
+    warning = "" if apart <= EQUAL_ENOUGH else f"; NOT EQUAL, at most {EQUAL_ENOUGH} times is meant"
+    efficiencies, compared = [efficiency(turn) for turn in turns], [over_naive(turn) for turn in turns]
+    naive, bound = (statistics.median(one[key] for one in compared) for key in ("ratio", "bound"))
+    lines = [
+        f"full tuning, {sizes_of(shape)} of {parameters / 1e6:.0f} million parameters, bf16; "
+        "weights in memory, "
+        f"states of {12 * parameters / 1e9:.2f} GB on disk; {tokens} tokens in sequences of "
+        f"{min(SEQUENCE, tokens)}, {torch.get_num_threads()} threads",
+        *table(rows, SECONDS),
+        f"backward alone {backward * 1e3:.0f} ms, optimizer alone {alone * 1e3:.0f} ms{warning}",
+        "efficiency, (serial - optimised) / min(backward, optimizer alone), by turn: "
+        + " ".join(f"{one:.2f}" for one in efficiencies),
+        f"optimised is {naive:.2f} times as fast as naive; these figures allow at most {bound:.2f}",
+        f"optimised is {ratio(turns, SERIAL, OPTIMISED):.2f} times as fast as serial",
+        "losses of all contenders were equal to the last bit in every turn; that without an optimizer to the "
+        "others' first",
+    ]
+    data = {"shape": shape.options, "parameters": parameters, "tokens": tokens, "turns": turns}
+    data |= {"threads": torch.get_num_threads(), "efficiency": efficiencies, "over_naive": compared}
+    must = [Target("median efficiency of active updates", statistics.median(efficiencies), least=MUST)]
+    panel = Panel("seconds of a step", {"median": {name: row["seconds"] for name, row in rows.items()}})
+    return Found(data, lines, must, [panel])
 
 
 def _tokens(tuned: Mapping[str, Tuned], vocabulary: int) -> int:
@@ -115,51 +120,3 @@ def over_naive(turn: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     naive, none = turn[NAIVE]["seconds"], turn[NONE]
     bound = none["forward"] + max(none["backward"], turn[ALONE]["seconds"])
     return {"ratio": naive / turn[OPTIMISED]["seconds"], "bound": naive / bound}
-
-
-def _median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
-def text(data: Data) -> list[str]:
-    """Returns a table of contenders, and the figures of each turn."""
-    turns, shape = data["turns"], data["shape"]
-    backward = _median([turn[NONE]["backward"] for turn in turns])
-    alone = _median([turn[ALONE]["seconds"] for turn in turns])
-    apart = max(backward, alone) / min(backward, alone)
-    warning = "" if apart <= EQUAL_ENOUGH else f"; NOT EQUAL, at most {EQUAL_ENOUGH} times is meant"
-    ratios = [one["ratio"] for one in data["over_naive"]]
-    bounds = [one["bound"] for one in data["over_naive"]]
-    return [
-        f"full tuning, Llama {shape['hidden_size']}/{shape['intermediate_size']}, "
-        f"{shape['num_hidden_layers']} blocks of {data['parameters'] / 1e6:.0f} million parameters, bf16; "
-        f"weights in memory, states of {12 * data['parameters'] / 1e9:.2f} GB on disk; {data['tokens']} "
-        f"tokens in sequences of {min(SEQUENCE, data['tokens'])}, {data['threads']} threads",
-        *table(medians(turns), SECONDS),
-        f"backward alone {backward * 1e3:.0f} ms, optimizer alone {alone * 1e3:.0f} ms{warning}",
-        "efficiency, (serial - optimised) / min(backward, optimizer alone): median "
-        f"{_median(data['efficiency']):.2f}, by turn {_listed(data['efficiency'])}",
-        f"optimised is {_median(ratios):.2f} times as fast as naive (by turn {_listed(ratios)}); these "
-        f"figures allow at most {_median(bounds):.2f} (by turn {_listed(bounds)})",
-        f"optimised is {_median([_over_serial(turn) for turn in turns]):.2f} times as fast as serial",
-        "losses of all contenders were equal to the last bit in every turn; that without an optimizer to the "
-        "others' first",
-    ]
-
-
-def _over_serial(turn: Mapping[str, Mapping[str, float]]) -> float:
-    return turn[SERIAL]["seconds"] / turn[OPTIMISED]["seconds"]
-
-
-def _listed(values: list[float]) -> str:
-    return ", ".join(f"{value:.2f}" for value in values)
-
-
-def plot(data: Data, path: Path) -> None:
-    """Draws the median seconds of a step as bars."""
-    found = medians(data["turns"])
-    with figure(path, dpi=120, figsize=(8, 4), layout="constrained") as (_, axes):
-        axes.barh(list(found)[::-1], [one["seconds"] for one in found.values()][::-1])
-        axes.set_xlabel("seconds of a step")
-        axes.grid(axis="x", alpha=0.3)
-        axes.set_title(about(data["machine"], quick=data["quick"]), fontsize=9)

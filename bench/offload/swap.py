@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from mlora.offload.activations import Mode
 from mlora.offload.rates import measure_machine
-from shared.figures import about, figure
+from shared.counting import live_peak
+from shared.harness import SECONDS, Data, Found, Panel, Target, table
+from shared.timing import Turn, alternate, cores, in_order, medians, ratio
 from torch import Tensor
 
+from offload.base import sizes_of
 from offload.full_model import QUICK_SHAPE, SHAPE, random_llama, random_tokens
-from offload.options import Options
-from offload.report import Data, at_most, table
 from offload.swapping import Step, Swapping, case_of, chosen, modes_of, plan_of, predicted
-from offload.turns import cores, in_order
 
 BLOCKS = 12
 TOKENS, QUICK_TOKENS = 768, 64
+LENGTHS, QUICK_LENGTHS = (1024, 2048), (64, 128)
+"""Tokens where nothing, everything or no block is kept."""
+MODES: tuple[Mode, ...] = ("keep", "recompute", "swap")
 SWAPPED, QUICK_SWAPPED = (0, 2, 3, 5, 7, 8, 10, 12), (0, 1, 2, 4)
 MUST_BUSY, MUST_FREE, MUST_BEST = 0.10, 0.05, 1.05
 PLANNED = "planned"
-NO_BOUND = "this disk"
 SLOWER = "throttled: swapping all takes 1.5 forward passes"
 SLOWEST = "throttled: a block takes longer than it saves"
 FEW, THROTTLED = 3, 3
 """Values that are measured on the slowest disk, where each takes long; turns with a throttled disk."""
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> Found:
     """Measures all numbers of swapped blocks in turns, and each turn's prediction.
 
     Raises:
@@ -63,23 +68,80 @@ def run(options: Options) -> dict[str, Any]:
         SLOWER: (sum(sizes) / (1.5 * forward), counts),
         SLOWEST: (0.8 * sizes[0] / (forward + blocks[0].recompute_seconds), counts[:FEW]),
     }
-    throttled = {
-        name: {
-            "rate": rate,
-            "turns": _throttled(model, options.folder, rate, few, sizes, ids, min(THROTTLED, options.turns)),
-        }
-        for name, (rate, few) in rates.items()
+    throttled = {}
+    for name, (rate, few) in rates.items():
+        times = min(THROTTLED, options.turns)
+        taken = _throttled(model, options.folder, rate, few, sizes, ids, times)
+        throttled[name] = {"rate": rate, "turns": taken}
+    lines = [
+        f"forward and backward pass of full tuning, without an optimizer: {sizes_of(shape)}, "
+        f"{tokens} tokens; "
+        f"{sizes[0] / 1e6:.0f} MB of activations in a block, {sum(sizes) / 1e9:.2f} GB; blocks that are not "
+        "swapped are recomputed",
+        "predicted: the planner's, from a step as `activations: auto` profiles one and the disk's rates and "
+        "processor seconds, both measured in the same turn",
+    ]
+    must, sections = [], {}
+    for key, found in turns.items():
+        free = int(key) < cores()
+        bound, how = (MUST_FREE, "a core free") if free else (MUST_BUSY, "all cores computing")
+        sections[f"this disk, {key} of {cores()} cores compute"] = found
+        must += [
+            Target(f"worst median error of the prediction, {how}", worst_error(found, counts), most=bound),
+            Target(f"planned / fastest, {how}", over_best(found), most=MUST_BEST),
+        ]
+    for name, one in throttled.items():
+        sections[f"{name}, a stand-in of {one['rate'] / 1e6:.0f} MB/s"] = one["turns"]
+    for name, found in sections.items():
+        lines += ["", f"{name}, turns: {len(found)}", *_section(found)]
+    data = {"shape": shape.options, "tokens": tokens, "cores": cores(), "bytes": sizes, "counts": counts}
+    panels = [_panel(name, found) for name, found in sections.items()]
+    return Found(data | {"threads": turns, "throttled": throttled}, lines, must, panels)
+
+
+def _panel(name: str, turns: Sequence[Data]) -> Panel:
+    series = {
+        key: {int(n): median(turn[key][n] for turn in turns) for n in turns[0][key] if n != PLANNED}
+        for key in ("measured", "predicted")
     }
-    data = {
-        "shape": shape.options,
-        "tokens": tokens,
-        "cores": cores(),
-        "bytes": sizes,
-        "counts": counts,
-        "threads": turns,
-        "throttled": throttled,
-    }
-    return data | {"must": _must(data)}
+    return Panel("seconds of a step", series, name, "swapped blocks", bars=False)
+
+
+def activations(options: argparse.Namespace) -> Found:
+    """Measures activations kept, recomputed or swapped: seconds and memory of a step (Fig. 8)."""
+    shape = QUICK_SHAPE if options.quick else replace(SHAPE, layers=BLOCKS)
+    swapping, sections = Swapping(random_llama(shape), options.folder), {}
+    lines = [
+        f"forward and backward pass of full tuning, without an optimizer: {sizes_of(shape)}, "
+        f"{torch.get_num_threads()} threads",
+        "peak: the most memory that a step allocates at once beyond the weights, and the buffers of "
+        "swaps; it "
+        "has all gradients of weights in it at the end",
+    ]
+    columns = (*SECONDS, ("of keep", "over", "7.2f", 1.0), ("peak MiB", "peak", "8.0f", 2.0**-20))
+    for tokens in QUICK_LENGTHS if options.quick else LENGTHS:
+        turns, peaks = _kept_or_not(swapping, random_tokens(tokens, shape.vocabulary), options.turns)
+        rows = {m: r | {"peak": peaks[m], "over": ratio(turns, m, "keep")} for m, r in medians(turns).items()}
+        sections[str(tokens)] = {"turns": turns, "peaks": peaks}
+        lines += ["", f"{tokens} tokens", *table(rows, columns)]
+    swapping.close()
+    lines += ["", "losses and gradients of all ways were equal to the last bit"]
+    return Found({"shape": shape.options, "threads": torch.get_num_threads(), "tokens": sections}, lines)
+
+
+def _kept_or_not(swapping: Swapping, ids: Tensor, turns: int) -> tuple[list[Turn], dict[str, int]]:
+    """Returns the turns of all ways, and the memory of a step of each."""
+    found: dict[str, Step] = {}
+
+    def step(mode: Mode) -> None:
+        found[mode] = swapping.step([mode] * swapping.blocks, ids)
+
+    cases = {mode: partial(step, mode) for mode in MODES}
+    taken = alternate(cases, turns)
+    peaks = {mode: live_peak(case) for mode, case in cases.items()}
+    peaks["swap"] += swapping.buffers
+    _check_equal(found["keep"], found)
+    return taken, peaks
 
 
 def _throttled(
@@ -132,7 +194,7 @@ _PARTS = ("forward", "backward", "recompute")
 def _check_equal(profile: Step, taken: Mapping[str, Step]) -> None:
     for name, one in taken.items():
         if (one.loss, one.gradient) != (profile.loss, profile.gradient):
-            raise RuntimeError(f"{name}: loss or gradient differ from those of the profile")
+            raise RuntimeError(f"{name}: loss or gradient differ from those of another way")
 
 
 def errors(turns: Sequence[Data], name: str) -> list[float]:
@@ -148,42 +210,6 @@ def worst_error(turns: Sequence[Data], counts: Sequence[int]) -> float:
 def over_best(turns: Sequence[Data]) -> float:
     """Returns the median of the planned step's seconds over those of the fastest one measured."""
     return median(turn["measured"][PLANNED] / min(turn["measured"].values()) for turn in turns)
-
-
-def _must(data: Data) -> list[dict[str, Any]]:
-    found = []
-    for number, turns in data["threads"].items():
-        free = int(number) < data["cores"]
-        bound, how = (MUST_FREE, "a core free") if free else (MUST_BUSY, "all cores computing")
-        worst = worst_error(turns, data["counts"])
-        found += [
-            at_most(f"worst median error of the prediction, {how}", worst, bound),
-            at_most(f"planned / fastest, {how}", over_best(turns), MUST_BEST),
-        ]
-    return found
-
-
-def text(data: Data) -> list[str]:
-    """Returns tables of measured and predicted seconds by the number of swapped blocks."""
-    shape = data["shape"]
-    lines = [
-        f"forward and backward pass of full tuning, without an optimizer: Llama {shape['hidden_size']}/"
-        f"{shape['intermediate_size']}, {shape['num_hidden_layers']} blocks, {data['tokens']} tokens; "
-        f"{data['bytes'][0] / 1e6:.0f} MB of activations in a block, {sum(data['bytes']) / 1e9:.2f} GB; "
-        "blocks that are not swapped are recomputed",
-        "predicted: the planner's, from a step as `activations: auto` profiles one and the disk's rates and "
-        "processor seconds, both measured in the same turn",
-    ]
-    for number, turns in data["threads"].items():
-        lines += ["", f"{NO_BOUND}, {number} of {data['cores']} cores compute", *_section(turns)]
-        lines.append(
-            f"worst error of a swap size {worst_error(turns, data['counts']):.1%}; planned / fastest "
-            f"{over_best(turns):.2f}"
-        )
-    for name, found in data["throttled"].items():
-        title = f"{name}, a stand-in of {found['rate'] / 1e6:.0f} MB/s, turns: {len(found['turns'])}"
-        lines += ["", title, *_section(found["turns"])]
-    return lines
 
 
 def _section(turns: Sequence[Data]) -> list[str]:
@@ -215,26 +241,3 @@ def _most_often(found: Sequence[str]) -> str:
     """Returns what was found, with the number of turns where they differ."""
     counts = Counter(found).most_common()
     return found[0] if len(counts) == 1 else "; ".join(f"{what} ({count} turns)" for what, count in counts)
-
-
-def plot(data: Data, path: Path) -> None:
-    """Draws measured and predicted seconds against the number of swapped blocks."""
-    threads = {number: f"{number} thread{'s' * (number != '1')}" for number in data["threads"]}
-    sections = {threads[number]: turns for number, turns in data["threads"].items()}
-    sections |= {name: found["turns"] for name, found in data["throttled"].items()}
-    with figure(path, 1, len(sections), dpi=120, figsize=(4 * len(sections), 4), layout="constrained") as (
-        whole,
-        panels,
-    ):
-        for axes, (name, turns) in zip(panels, sections.items(), strict=True):
-            counts = [int(each) for each in turns[0]["measured"] if each != PLANNED]
-            for key, style in (("measured", "o-"), ("predicted", "x--")):
-                values = [median(turn[key][str(count)] for turn in turns) for count in counts]
-                axes.plot(counts, values, style, label=key)
-            axes.set_ylim(0, 1.08 * axes.dataLim.y1)
-            axes.set_title(name, fontsize=8)
-            axes.set_xlabel("swapped blocks")
-            axes.grid(alpha=0.3)
-        panels[0].set_ylabel("seconds of a step")
-        panels[0].legend()
-        whole.suptitle(about(data["machine"], quick=data["quick"]), fontsize=9)

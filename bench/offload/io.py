@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -9,19 +10,18 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import torch
 from mlora.offload.buffers import buffer
 from mlora.offload.disk import THREADS, Disk
 from mlora_ext._C import PIECE, File, Ticket
+from shared.harness import Found, Target, table
+from shared.timing import in_order
 
 from offload.base import drop_cached
-from offload.options import Options
-from offload.report import Data, at_least, table
-from offload.turns import in_order
 
 BYTES, QUICK_BYTES = 2 << 30, 32 << 20
 BLOCK, QUICK_BLOCK = 96 << 20, 4 << 20
@@ -114,7 +114,7 @@ def fio(path: Path, size: int, way: str, block: str) -> float:
     return float(job["bw_bytes"])
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> Found:
     """Measures both ways in turns.
 
     Raises:
@@ -129,46 +129,38 @@ def run(options: Options) -> dict[str, Any]:
     ours.read()
     if not ours.direct:
         raise OSError(f"io: the file system of {options.folder} refuses O_DIRECT; give --folder on another")
-    ways = {way: _measured(ours, path, way, options.turns) for way in ("read", "write")}
     version = subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
-    shape = {"bytes": size, "block": block, "buffers": BUFFERS, "threads": THREADS, "piece": PIECE}
-    data = {"fio": version, "depth": DEPTH, **shape, "ways": ways}
-    must = [
-        at_least(f"{way}: ours / fio's better, median", part["ratio"], MUST) for way, part in ways.items()
+    lines = [
+        f"{size >> 20} MiB by transfers of {block >> 20} MiB, {BUFFERS} under way, in pieces of "
+        f"{PIECE >> 20} MiB "
+        f"by {THREADS} threads; {version} at queue depth {DEPTH}; O_DIRECT; each side has two tries "
+        "a turn, and "
+        "the better one counts"
     ]
-    return data | {"must": must}
+    must, ways = [], {}
+    for way in ("read", "write"):
+        turns = _turns(ours, path, way, options.turns)
+        ratios = [max(one[name] for name in OURS) / max(one[name] for name in PEERS) for one in turns]
+        ways[way] = {"turns": turns, "ratios": ratios, "ratio": statistics.median(ratios)}
+        rates = {f"{way}: {name}": {"rate": statistics.median(t[name] for t in turns)} for name in turns[0]}
+        lines += ["", *table(rates, (("GB/s", "rate", "7.2f", 1e-9),))]
+        lines.append(f"{way}: ours / fio's better by turn: {' '.join(f'{ratio:.2f}' for ratio in ratios)}")
+        must.append(Target(f"{way}: ours / fio's better, median", ways[way]["ratio"], least=MUST))
+    shape = {"bytes": size, "block": block, "buffers": BUFFERS, "threads": THREADS, "piece": PIECE}
+    return Found({"fio": version, "depth": DEPTH, **shape, "ways": ways}, lines, must)
 
 
-def _measured(ours: Transfers, path: Path, way: str, turns: int) -> dict[str, Any]:
-    """Returns bytes per second of all in turns, after one that does not count, and the ratio in each turn."""
+def _turns(ours: Transfers, path: Path, way: str, turns: int) -> list[dict[str, float]]:
+    """Returns bytes per second of all in turns, after one that does not count."""
     mine = ours.read if way == "read" else ours.write
     cases: dict[str, Callable[[], float]] = {}
     for name, (peer, block) in zip(OURS, PEERS.items(), strict=True):
         cases[name] = mine
-        cases[peer] = lambda block=block: fio(path, ours.size, way, block)  # type: ignore[misc]
+        cases[peer] = partial(fio, path, ours.size, way, block)
     found = []
     for turn in range(1 + turns):
         os.sync()
         rates = {name: cases[name]() for name in in_order(cases, turn)}
         if turn:
             found.append(rates)
-    ratios = [max(rates[name] for name in OURS) / max(rates[name] for name in PEERS) for rates in found]
-    return {"turns": found, "ratios": ratios, "ratio": statistics.median(ratios)}
-
-
-def text(data: Data) -> list[str]:
-    """Returns a table of both ways, and the ratio of each turn."""
-    lines = [
-        f"{data['bytes'] >> 20} MiB by transfers of {data['block'] >> 20} MiB, {data['buffers']} under way, "
-        f"in pieces of {data['piece'] >> 20} MiB by {data['threads']} threads; {data['fio']} at queue depth "
-        f"{data['depth']}; O_DIRECT; each side has two tries a turn, and the better one counts",
-    ]
-    for way, part in data["ways"].items():
-        rows = {
-            f"{way}: {name}": {"rate": statistics.median(rates[name] for rates in part["turns"])}
-            for name in part["turns"][0]
-        }
-        each = " ".join(f"{ratio:.2f}" for ratio in part["ratios"])
-        lines += ["", *table(rows, (("GB/s", "rate", "7.2f", 1e-9),))]
-        lines.append(f"{way}: ours / fio's better: median {part['ratio']:.3f}, by turn {each}")
-    return lines
+    return found

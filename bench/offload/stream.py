@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from mlora.data.dataset import Sample
 from mlora.engine.engine import Engine
+from shared.harness import SECONDS, Found, Target, table
+from shared.timing import Turn, alternate, cores, medians
 
-from offload.base import QUICK_SHAPE, SHAPE, write_base
+from offload.base import QUICK_SHAPE, SHAPE, sizes_of, write_base
 from offload.contenders import (
     add_adapters,
     check_direct,
@@ -25,9 +27,6 @@ from offload.contenders import (
     stream_of,
     train,
 )
-from offload.options import Options
-from offload.report import SECONDS, Data, at_least, table
-from offload.turns import Turn, cores, medians, take_turns
 
 ADAPTERS, RANK, TOKENS = 4, 16, 64
 SLOTS = (3, 4)
@@ -48,7 +47,7 @@ class Trained:
         self.losses = train(self.engine, self._batch)
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> Found:
     """Measures all contenders in turns, with all cores computing and with one free.
 
     Raises:
@@ -70,30 +69,31 @@ def run(options: Options) -> dict[str, Any]:
     cases |= {_reading(slots): partial(read_a_step, stream) for slots, stream in streams.items()}
     read = {str(slots): reads_of_a_step(stream)[1] for slots, stream in streams.items()}
     check_direct(streams[SLOTS[0]])
-    sections = {}
+    reads = ", ".join(f"{each / 1e9:.2f} GB with {slots} slots" for slots, each in read.items())
+    lines = [
+        f"{sizes_of(shape)} of {size / 1e9:.2f} GB bf16; {ADAPTERS} adapters of rank {RANK} on all "
+        "linear layers, "
+        f"{TOKENS} tokens each",
+        f"a step reads {reads}; losses of all contenders were equal to the last bit in every turn",
+    ]
+    sections, must = {}, []
     for threads in sorted({options.threads, max(1, options.threads - 1)}, reverse=True):
         torch.set_num_threads(threads)
-        sections[str(threads)] = _section(cases, trained, options.turns)
+        turns = []
+        for turn in range(options.turns):
+            turns += alternate(cases, 1, warm_up=0 if turn else 1)
+            check_equal({name: one.losses for name, one in trained.items()})
+        efficiency = {slots: [efficiency_of(turn, slots) for turn in turns] for slots in SLOTS}
+        sections[str(threads)] = {"turns": turns, "medians": medians(turns), "efficiency": efficiency}
+        lines += ["", f"{threads} of {cores()} cores computing", *table(medians(turns), SECONDS)]
+        for slots, each in efficiency.items():
+            shown = " ".join(f"{one:.2f}" for one in each)
+            lines.append(f"(serial - overlapped) / min(compute, I/O), {slots} slots, by turn: {shown}")
+            what = f"efficiency, {slots} slots, {threads} of {cores()} cores computing"
+            bound = MUST_FREE if threads < cores() else MUST_BUSY
+            must.append(Target(what, statistics.median(each), least=bound))
     about = {"base_bytes": size, "adapters": ADAPTERS, "rank": RANK, "tokens": TOKENS, "read_bytes": read}
-    data = {"shape": shape.options, **about, "cores": cores(), "threads": sections}
-    return data | {"must": _must(data)}
-
-
-def _section(
-    cases: Mapping[str, Callable[[], object]], trained: Mapping[str, Trained], turns: int
-) -> dict[str, Any]:
-    """Returns the turns on one number of threads, and the efficiency of overlapping in each."""
-    found = []
-    for turn in range(turns):
-        found += take_turns(cases, 1, warm_up=0 if turn else 1)
-        check_equal({name: one.losses for name, one in trained.items()})
-    efficiency = {str(slots): [_efficiency(turn, slots) for turn in found] for slots in SLOTS}
-    return {
-        "turns": found,
-        "medians": medians(found),
-        "efficiency": efficiency,
-        "losses": trained[RESIDENT].losses,
-    }
+    return Found({"shape": shape.options, **about, "cores": cores(), "threads": sections}, lines, must)
 
 
 def check_equal(losses: Mapping[str, Mapping[str, float]]) -> None:
@@ -104,7 +104,7 @@ def check_equal(losses: Mapping[str, Mapping[str, float]]) -> None:
             raise RuntimeError(f"losses of {name} and {first} differ: {losses[name]} and {losses[first]}")
 
 
-def _efficiency(turn: Turn, slots: int) -> float:
+def efficiency_of(turn: Turn, slots: int) -> float:
     """Returns which share of the time that could be hidden was hidden."""
     one_after_the_other, together = turn[_serial(slots)]["seconds"], turn[_overlapped(slots)]["seconds"]
     hidden = min(turn[RESIDENT]["seconds"], turn[_reading(slots)]["seconds"])
@@ -121,34 +121,3 @@ def _overlapped(slots: int) -> str:
 
 def _reading(slots: int) -> str:
     return f"I/O alone, {slots} slots"
-
-
-def _must(data: Data) -> list[dict[str, Any]]:
-    found = []
-    for threads, section in data["threads"].items():
-        must = MUST_FREE if int(threads) < data["cores"] else MUST_BUSY
-        for slots, each in section["efficiency"].items():
-            what = f"efficiency, {slots} slots, {threads} of {data['cores']} cores computing"
-            found.append(at_least(what, statistics.median(each), must))
-    return found
-
-
-def text(data: Data) -> list[str]:
-    """Returns a table for each number of threads, and the efficiency in each turn."""
-    shape = data["shape"]
-    read = ", ".join(f"{size / 1e9:.2f} GB with {slots} slots" for slots, size in data["read_bytes"].items())
-    lines = [
-        f"Llama {shape['hidden_size']}/{shape['intermediate_size']}, {shape['num_hidden_layers']} blocks of "
-        f"{data['base_bytes'] / 1e9:.2f} GB bf16; {data['adapters']} adapters of rank {data['rank']} on all "
-        f"linear layers, {data['tokens']} tokens each",
-        f"a step reads {read}; losses of all contenders were equal to the last bit in every turn",
-    ]
-    for threads, section in data["threads"].items():
-        lines += ["", f"{threads} of {data['cores']} cores computing", *table(section["medians"], SECONDS)]
-        for slots, each in section["efficiency"].items():
-            turns = " ".join(f"{one:.2f}" for one in each)
-            lines.append(
-                f"(serial - overlapped) / min(compute, I/O), {slots} slots: "
-                f"median {statistics.median(each):.2f}, by turn {turns}"
-            )
-    return lines
