@@ -52,9 +52,8 @@ def measure_memory(kind: str, path: Path, cache: Path) -> None:
     """Prints the bytes that the samples of a file take, per token, as JSON; in a process of its own."""
     from mlora.data.dataset import load_dataset
     from mlora.data.record import Sample
-    from mlora.data.token_cache import TokenCache
 
-    how = {"format": "tokens", "max_length": LENGTH, "vocab_size": 50_000, "cache": TokenCache(cache)}
+    how = {"format": "tokens", "max_length": LENGTH, "vocab_size": 50_000, "cache": cache}
     samples = load_dataset("d", path, **how).samples  # makes the table, and loads what that needs
     tokens = samples.tokens
     del samples

@@ -21,7 +21,7 @@ from mlora.data.record import FormatError, Prompt, text_of_key
 from mlora.data.record import Sample as Sample  # others import it from here
 from mlora.data.sampler import task_seed
 from mlora.data.source import Source
-from mlora.data.token_cache import TokenCache, table_key
+from mlora.data.token_cache import keeps, kept_table, table_key
 from mlora.data.token_table import Samples
 from mlora.errors import RunError
 from mlora.regular_files import read_regular
@@ -58,7 +58,7 @@ def load_dataset(
     source: Source | str | Path,
     format: str,
     *,
-    cache: TokenCache | None = None,
+    cache: Path | None = None,
     processes: int = 1,
     **how: Any,
 ) -> Dataset:
@@ -68,7 +68,7 @@ def load_dataset(
         name: the dataset's name, for messages.
         source: where its rows come from; or a path.
         format: of the rows.
-        cache: keeps what large files become; None = nothing is kept.
+        cache: folder that keeps what large files become; None = nothing is kept.
         processes: that tokenise what the cache keeps.
         how: other attributes of `mlora.data.formats.Reading`.
     """
@@ -82,7 +82,7 @@ def load_dataset(
     counts: Counter[str] = Counter()
     rows = _unchanged(source, name) if os.path.isfile(path) else source.rows()
     digest = source.fingerprint()
-    if cache is None or not cache.keeps(source):
+    if cache is None or not keeps(source):
         samples = Samples.of_batches(read_batches(reading, rows, counts))
     else:
         kind = tuple(suffix.lower() for suffix in Path(path).suffixes)  # tells CSV, TSV and others
@@ -90,7 +90,7 @@ def load_dataset(
         of = ("assistant_only_loss", "style", "labels", "max_length", "vocab_size", "max_positions", "ends")
         facts = format, *(getattr(reading, each) for each in of)
         key = table_key(reading.tokenizer, *where, *facts)
-        samples = cache.table(key, read_batches(reading, rows, counts, processes), counts)
+        samples = kept_table(cache, key, read_batches(reading, rows, counts, processes), counts)
     total = counts.pop(TOTAL, 0)
     if not total:
         raise RunError(f"{path}: the dataset {name!r} is empty")

@@ -28,69 +28,63 @@ _SMALL = 4 << 20  # bytes of a file that is read each time
 _DAY = 86400.0  # seconds
 
 
-class TokenCache:
-    """A folder of tables by key; a table stands there once it is whole.
+def keeps(source: Source) -> bool:
+    """Whether a source is large enough to be kept."""
+    return source.size >= _SMALL
+
+
+def kept_table(folder: Path, key: str, batches: Iterable[pa.RecordBatch], counts: Counter[str]) -> Samples:
+    """Returns the samples of a key; those of `batches`, which are read if the folder has none.
+
+    A table stands in the folder once it is whole.
 
     Args:
         folder: is made when it is needed.
+        key: what `table_key` returned.
+        batches: what `mlora.data.token_table.record_batches` yields.
+        counts: what reading them counts; filled as it was then.
+
+    Raises:
+        RunError: the folder cannot be written.
     """
+    path, noted = folder / f"{key}.arrow", folder / f"{key}.json"
+    try:
+        found = json.loads(noted.read_text())
+        samples = Samples.of_file(path)
+    except (OSError, ValueError, pa.ArrowInvalid):  # not there, or damaged
+        return _written(path, noted, batches, counts)
+    counts.update(found)
+    return samples
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
 
-    @staticmethod
-    def keeps(source: Source) -> bool:
-        """Whether a source is large enough to be kept."""
-        return source.size >= _SMALL
+def _written(path: Path, noted: Path, batches: Iterable[pa.RecordBatch], counts: Counter[str]) -> Samples:
+    part = path.with_name(f"{path.name}.{uuid4().hex}.part")  # machines may share the folder
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(path.parent)
+        if not write_table(batches, str(part)):
+            return Samples()
+        os.replace(part, path)
+        part.write_text(json.dumps(counts))
+        os.replace(part, noted)
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise RunError(
+            f"{path.parent}: cannot keep tokenised data: {reason}; data_cache may name another folder"
+        ) from error
+    finally:
+        with suppress(OSError):
+            part.unlink()
+    return Samples.of_file(path)
 
-    def table(self, key: str, batches: Iterable[pa.RecordBatch], counts: Counter[str]) -> Samples:
-        """Returns the samples of a key; those of `batches`, which are read if the folder has none.
 
-        Args:
-            batches: what `mlora.data.token_table.record_batches` yields.
-            counts: what reading them counts; filled as it was then.
-
-        Raises:
-            RunError: the folder cannot be written.
-        """
-        path, noted = self._folder / f"{key}.arrow", self._folder / f"{key}.json"
-        try:
-            found = json.loads(noted.read_text())
-            samples = Samples.of_file(path)
-        except (OSError, ValueError, pa.ArrowInvalid):  # not there, or damaged
-            return self._written(path, noted, batches, counts)
-        counts.update(found)
-        return samples
-
-    def _written(
-        self, path: Path, noted: Path, batches: Iterable[pa.RecordBatch], counts: Counter[str]
-    ) -> Samples:
-        part = path.with_name(f"{path.name}.{uuid4().hex}.part")  # machines may share the folder
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._tidy()
-            if not write_table(batches, str(part)):
-                return Samples()
-            os.replace(part, path)
-            part.write_text(json.dumps(counts))
-            os.replace(part, noted)
-        except OSError as error:
-            reason = error.strerror or first_line(error)
-            raise RunError(
-                f"{self._folder}: cannot keep tokenised data: {reason}; data_cache may name another folder"
-            ) from error
-        finally:
-            with suppress(OSError):
+def _tidy(folder: Path) -> None:
+    """Removes what killed processes have left: parts to which nobody has written for a day."""
+    before = time.time() - _DAY
+    for part in folder.glob("*.part"):
+        with suppress(OSError):
+            if part.stat().st_mtime < before:
                 part.unlink()
-        return Samples.of_file(path)
-
-    def _tidy(self) -> None:
-        """Removes what killed processes have left: parts to which nobody has written for a day."""
-        before = time.time() - _DAY
-        for part in self._folder.glob("*.part"):
-            with suppress(OSError):
-                if part.stat().st_mtime < before:
-                    part.unlink()
 
 
 def table_key(tokenizer: PreTrainedTokenizerBase | None, *facts: object) -> str:

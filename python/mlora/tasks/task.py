@@ -24,7 +24,6 @@ from mlora.data.preference import joined as joint
 from mlora.data.record import Sample, sequence_lengths
 from mlora.data.sampler import BatchPlan, task_seed
 from mlora.data.source import Source, sources_of
-from mlora.data.token_cache import TokenCache
 from mlora.errors import RunError, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.objectives.objective import Objective
@@ -201,7 +200,7 @@ class TaskBuilder:
         self._config = config
         self._base = base
         self._datasets = {dataset.name: dataset for dataset in config.datasets}
-        self._cache = TokenCache(Path(config.data_cache or os.path.join(constants.HF_HOME, "mlora")))
+        self._cache = Path(config.data_cache or os.path.join(constants.HF_HOME, "mlora"))
         self._found_labels: dict[Hashable, FoundLabels] = {}
         self._loaded: dict[tuple[Hashable, ...], Dataset] = {}
 

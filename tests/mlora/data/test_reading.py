@@ -14,7 +14,6 @@ from mlora.data import reading
 from mlora.data.dataset import Dataset, load_dataset
 from mlora.data.formats import Reading
 from mlora.data.readers import Row
-from mlora.data.token_cache import TokenCache
 from mlora.errors import RunError
 from tiny_run import save_tokenizer, write_jsonl
 
@@ -29,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(path: Path, processes: int) -> Dataset:
-    cache = TokenCache(path.parent / f"cache-{processes}")
+    cache = path.parent / f"cache-{processes}"
     how: dict[str, Any] = {"max_length": 12, "vocab_size": 300, "cache": cache, "processes": processes}
     how |= {"tokenizer": save_tokenizer(path.parent), "ends": (0,)}
     return load_dataset("d", path, "prompt_completion", **how)

@@ -16,7 +16,7 @@ from mlora.data.dataset import Dataset, load_dataset
 from mlora.data.preference import Judged, Pair
 from mlora.data.record import AnswerSample, LabelledSample, Prompt, Sample
 from mlora.data.source import Source
-from mlora.data.token_cache import TokenCache, table_key
+from mlora.data.token_cache import table_key
 from mlora.data.token_table import Samples, record_batches, write_table
 from mlora.errors import RunError
 from tiny_run import save_tokenizer, write_jsonl
@@ -74,7 +74,7 @@ def test_five_bytes_a_token(tmp_path: Path) -> None:
     assert path.stat().st_size / (200 * 2000) < 5.3
 
 
-def load(path: Path, cache: TokenCache | None, **options: Any) -> Dataset:
+def load(path: Path, cache: Path | None, **options: Any) -> Dataset:
     how: dict[str, Any] = {"max_length": 6, "vocab_size": 300, "cache": cache} | options
     return load_dataset("d", path, how.pop("format", "tokens"), **how)
 
@@ -94,7 +94,7 @@ def lines(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("small")
 def test_a_large_file_is_read_once(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = TokenCache(tmp_path / "cache")
+    cache = tmp_path / "cache"
     wanted, first = load(lines, None), load(lines, cache)
     monkeypatch.setattr(Source, "rows", lambda self: (pytest.fail("it is read again") for _ in "1"))
     again = load(lines, cache)
@@ -107,7 +107,7 @@ def test_a_large_file_is_read_once(lines: Path, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.usefixtures("small")
 def test_what_changes_samples_is_another_table(lines: Path, tmp_path: Path) -> None:
-    cache = TokenCache(tmp_path / "cache")
+    cache = tmp_path / "cache"
     load(lines, cache)
     assert load(lines, cache, max_length=3).samples[6].rows == 3
     lines.write_text(lines.read_text() + '{"input_ids": [8, 9]}\n')
@@ -147,7 +147,7 @@ def test_all_of_a_tokenizer_without_a_backend_counts(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 def test_the_same_bytes_by_other_names(tmp_path: Path) -> None:
     """A name says how CSV and TSV are read."""
-    cache = TokenCache(tmp_path / "cache")
+    cache = tmp_path / "cache"
     for name in ("d.tsv", "d.csv"):
         (tmp_path / name).write_text("input_ids\tlabels\n[1, 2]\t[1, 2]\n")
     assert len(load(tmp_path / "d.tsv", cache).samples) == 1
@@ -158,7 +158,7 @@ def test_the_same_bytes_by_other_names(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("damage", [b"", b"ARROW1", None])
 def test_a_damaged_table_is_made_anew(damage: bytes | None, lines: Path, tmp_path: Path) -> None:
-    cache = TokenCache(tmp_path / "cache")
+    cache = tmp_path / "cache"
     wanted = list(load(lines, cache).samples)
     (path,) = (tmp_path / "cache").glob("*.arrow")
     whole = path.read_bytes()
@@ -172,12 +172,12 @@ def test_a_damaged_table_is_made_anew(damage: bytes | None, lines: Path, tmp_pat
 def test_what_fails_leaves_nothing_behind(lines: Path, tmp_path: Path) -> None:
     lines.write_text(lines.read_text() + '{"input_ids": [999]}\n')
     with pytest.raises(RunError, match=r"d\.jsonl:8: token id 999 is outside"):
-        load(lines, TokenCache(tmp_path / "cache"))
+        load(lines, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
     (tmp_path / "file").touch()
     reason = r"(File exists|Not a directory); data_cache may name another folder$"
     with pytest.raises(RunError, match=f"file: cannot keep tokenised data: {reason}"):
-        load(write_jsonl(tmp_path / "e.jsonl", [{"input_ids": [1, 2]}]), TokenCache(tmp_path / "file"))
+        load(write_jsonl(tmp_path / "e.jsonl", [{"input_ids": [1, 2]}]), tmp_path / "file")
 
 
 @pytest.mark.usefixtures("small")
@@ -188,14 +188,14 @@ def test_what_killed_processes_have_left_is_removed(lines: Path, tmp_path: Path)
         part = tmp_path / "cache" / f"{name}.arrow.1.part"
         part.touch()
         os.utime(part, (time.time() - age,) * 2)
-    load(lines, TokenCache(tmp_path / "cache"))
+    load(lines, tmp_path / "cache")
     assert [path.name for path in (tmp_path / "cache").glob("*.part")] == ["new.arrow.1.part"]
 
 
 def _load(path: Path, folder: Path, start: Any) -> None:
     token_cache._SMALL = 0
     start.wait()
-    assert len(load(path, TokenCache(folder)).samples) == 7
+    assert len(load(path, folder).samples) == 7
 
 
 def test_two_processes_may_make_the_same_table(lines: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_two_processes_may_make_the_same_table(lines: Path, tmp_path: Path) -> N
 
 
 def test_small_files_are_not_kept(lines: Path, tmp_path: Path) -> None:
-    cache = TokenCache(tmp_path / "cache")
+    cache = tmp_path / "cache"
     load(lines, cache)
     assert not (tmp_path / "cache").exists()
 
