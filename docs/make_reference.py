@@ -106,10 +106,10 @@ def keys_page() -> str:
 
 
 def _models() -> Mapping[str, type[BaseModel]]:
+    from mlora.config.dataset_config import DataFile
     from mlora.config.faults import MODELS
     from mlora.config.lora_fields import LoraFields
     from mlora.config.run_config import RunConfig
-    from mlora.config.sections import DataFile
 
     return {
         **{model.__name__: model for model in MODELS.values()},

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from mlora.cluster.allocators import keep_freed_memory
-from mlora.config.quantization_config import QuantizationConfig
+from mlora.config.sections import QuantizationConfig
 from mlora.engine.engine import Engine
 from mlora.model.quantization import transformers_config
 from peft import get_peft_model

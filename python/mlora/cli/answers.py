@@ -198,7 +198,7 @@ def load(
     from safetensors import SafetensorError
 
     from mlora.cluster.device import choose_device
-    from mlora.config.quantization_config import QuantizationConfig
+    from mlora.config.sections import QuantizationConfig
     from mlora.engine.engine import Engine
     from mlora.optim.optim_config import OptimConfig
 

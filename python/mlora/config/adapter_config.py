@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from mlora.config.dataset_config import OF_TASKS
 from mlora.config.lora_fields import LoraBlock
-from mlora.config.sections import OF_TASKS
 from mlora.config.strict import MOST, ResolvedPath, wrong_key
 from mlora.config.training_fields import TrainingFields
 from mlora.errors import spelt_alike

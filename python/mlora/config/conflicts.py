@@ -7,7 +7,7 @@ from typing import Any
 
 from mlora.config.adapter_config import AdapterConfig, unknown_metric
 from mlora.config.aliases import nearest
-from mlora.config.sections import FORMATS, OF_TASKS, WITH_MESSAGES, WITH_PROMPTS
+from mlora.config.dataset_config import FORMATS, OF_TASKS, WITH_MESSAGES, WITH_PROMPTS
 from mlora.config.strict import Location, wrong_keys
 from mlora.config.training_fields import TrainingFields
 from mlora.objectives.options import BASE_ROWS, START

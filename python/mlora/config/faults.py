@@ -11,11 +11,16 @@ from pydantic import BaseModel, ValidationError
 
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.aliases import known_as, other_tools
+from mlora.config.dataset_config import DataFile, DatasetConfig
 from mlora.config.lora_fields import CHOICES
-from mlora.config.offload_config import OffloadConfig
-from mlora.config.quantization_config import METHODS, QuantizationConfig
 from mlora.config.run_config import RunConfig
-from mlora.config.sections import DataFile, DatasetConfig, PipelineConfig, SchedulerConfig
+from mlora.config.sections import (
+    LOAD_IN,
+    OffloadConfig,
+    PipelineConfig,
+    QuantizationConfig,
+    SchedulerConfig,
+)
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import SweepConfig
 from mlora.config.training_fields import TrainingFields
@@ -209,8 +214,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
         return f"unknown key; {OTHERWISE[key]}"
     if key in other_tools().hints:
         return f"unknown key; {other_tools().hints[key]}"
-    if key in METHODS:
-        return f"unknown key; write `quantization: {{method: {METHODS[key]}}}` at the top level of the config"
+    if key in LOAD_IN:
+        return f"unknown key; write `quantization: {{method: {LOAD_IN[key]}}}` at the top level of the config"
     for home, keys in HOMES.items():
         if key in keys and key not in known:
             return f"unknown key here; it belongs {home}"

@@ -14,9 +14,8 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_valida
 
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.conflicts import check_together
-from mlora.config.offload_config import Method, OffloadConfig
-from mlora.config.quantization_config import QuantizationConfig
-from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
+from mlora.config.dataset_config import DatasetConfig
+from mlora.config.sections import Method, OffloadConfig, PipelineConfig, QuantizationConfig, SchedulerConfig
 from mlora.config.strict import (
     MOST,
     ResolvedPath,

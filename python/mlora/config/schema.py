@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlora.config.lora_fields import NOT_SERVED, LoraFields, PeftNotes
-from mlora.config.quantization_config import OPTIONS
 from mlora.config.run_config import RunConfig
+from mlora.config.sections import QUANTIZATIONS
 from mlora.config.tracking import TRACKERS
 from mlora.objectives.registry import objective_options
 from mlora.optim.registry import optimizer_names
@@ -39,7 +39,7 @@ def run_schema() -> Schema:
         del properties["report_to"][key]
     properties["report_to"]["anyOf"] = [trackers, {"type": "array", "items": trackers}]
     properties["device"]["anyOf"] = [{"type": "string", "pattern": r"^(cpu|cuda(:\d+)?)$"}, {"type": "null"}]
-    parts["QuantizationConfig"]["properties"]["method"]["enum"] = list(OPTIONS)
+    parts["QuantizationConfig"]["properties"]["method"]["enum"] = list(QUANTIZATIONS)
     path = parts["DatasetConfig"]["properties"]["path"]
     files = path | {"items": {"anyOf": [{"type": "string"}, path["items"]]}}
     parts["DatasetConfig"]["properties"]["path"] = {

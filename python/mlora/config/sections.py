@@ -1,230 +1,26 @@
-"""The models of parts of a run's config: an entry under ``datasets``, ``scheduler`` and ``pipeline``."""
+"""The models of ``scheduler``, ``pipeline``, ``offload`` and ``quantization`` in a run's config."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
     Field,
-    ValidationInfo,
+    ValidationError,
     WithJsonSchema,
-    field_serializer,
     field_validator,
     model_validator,
 )
 
 from mlora.config.aliases import nearest
-from mlora.config.strict import MOST, ResolvedPath, Strict, is_hub_id, resolve_path, shown, wrong_key
-
-WITH_MESSAGES = ("messages", "sharegpt", "prompt_completion")
-WITH_PROMPTS = ("prompt_completion", "alpaca", "messages", "sharegpt")
-
-
-class RowFormat(NamedTuple):
-    """A format of a dataset's rows."""
-
-    takes: str  # the kind of objectives that read it
-    rows: Sequence[str]  # the fields that each row has, of each kind of rows
-    fields: str  # all that it reads
-
-
-_TEMPLATE = "tools chat_template_kwargs"
-_OF_ROWS = "attention_mask position_ids seq_lengths"
-FORMATS = {
-    "tokens": RowFormat(
-        "sequences",
-        ("input_ids", "input_ids labels"),
-        f"input_ids labels {_OF_ROWS} completion_mask assistant_masks",
-    ),
-    "text": RowFormat("sequences", ("text",), "text"),
-    "prompt_completion": RowFormat("sequences", ("prompt completion",), f"prompt completion {_TEMPLATE}"),
-    "alpaca": RowFormat("sequences", ("instruction output",), "instruction input output"),
-    "sharegpt": RowFormat("sequences", ("conversations",), f"conversations system {_TEMPLATE}"),
-    "messages": RowFormat("sequences", ("messages",), f"messages {_TEMPLATE}"),
-    "preference": RowFormat(
-        "pairs", ("prompt chosen rejected", "chosen rejected"), f"prompt chosen rejected {_TEMPLATE}"
-    ),
-    "unpaired": RowFormat("judged", ("prompt completion label",), f"prompt completion label {_TEMPLATE}"),
-    "classification": RowFormat(
-        "sequences",
-        ("text label", "input_ids label", "input_ids labels"),
-        f"text label input_ids labels {_OF_ROWS}",
-    ),
-    "question_answering": RowFormat(
-        "sequences",
-        ("question context answers", "input_ids start_positions end_positions"),
-        f"question context answers input_ids start_positions end_positions {_OF_ROWS}",
-    ),
-}
-FIELDS = frozenset(field for format in FORMATS.values() for field in format.fields.split())
-"""The fields of all formats."""
-OF_TASKS = {
-    "SEQ_CLS": "classification",
-    "TOKEN_CLS": "classification",
-    "QUESTION_ANS": "question_answering",
-}
-"""The format of each `task_type` whose head predicts labels."""
-
-
-class DataFile(Strict):
-    """One of several files of a dataset.
-
-    ``weight`` says how often an epoch has its samples: 2 = twice; 0.5 = half of them, drawn once.
-    """
-
-    path: str = Field(min_length=1, description="File, folder, or dataset of the hub.")
-    weight: float = Field(
-        default=1.0,
-        gt=0,
-        le=1000,
-        description="How often an epoch has its samples; a part is drawn once, by the run's seed.",
-    )
-
-    @field_validator("path")
-    @classmethod
-    def _path(cls, value: str, info: ValidationInfo) -> str:
-        return data_path(value, info)
-
-
-def is_hub_dataset(path: str) -> bool:
-    """Whether a path may be that of a dataset of the hub: ``owner/name``, without a suffix."""
-    return "/" in path and is_hub_id(path) and not os.path.splitext(path)[1]
-
-
-def data_path(value: str, info: ValidationInfo) -> str:
-    """Returns the id of a dataset of the hub as it is, and a path as an absolute one."""
-    if "://" in value:
-        raise ValueError(f"{value} is a web address; download the file and give its path")
-    path = resolve_path(value, info)
-    return value if is_hub_dataset(value) and not os.path.exists(path) else path
-
-
-class DatasetConfig(Strict):
-    """Named rows, and how they are read.
-
-    ``path`` is a jsonl, JSON, CSV, TSV, Parquet or Arrow file; a folder that ``Dataset.save_to_disk`` wrote,
-    or one of data files; a dataset of the hub (``owner/name``, with ``split``, ``subset`` and ``revision``);
-    or a list of these, each with a ``weight`` if need be. ``columns`` says which column holds a field of the
-    format. Of each file, the first ``max_samples`` rows are read. With ``streaming``, which needs them, no
-    file is downloaded or read to its end. With ``validation_split`` (a share, or a number of samples) some
-    samples are held out: ``eval_dataset`` means these, and ``dataset`` all others. ``chat_template`` is a
-    Jinja file in place of the model's template.
-
-    Each format trains the tokens that TRL's ``SFTTrainer`` trains on the same data:
-
-    - ``tokens``: ``input_ids``, or ``labels`` if given (-100 = not trained).
-    - ``text``: ``text`` and the end token.
-    - ``prompt_completion``: ``completion`` and the end token, after ``prompt``. If both are lists of
-      messages, the chat template ends the completion, and no end token is added.
-    - ``alpaca``: ``output`` and the end token, after Stanford Alpaca's prompt with ``instruction`` and, if
-      given and not empty, ``input``.
-    - ``messages``: every token of the conversation as the chat template writes it; with
-      ``assistant_only_loss``, only tokens that the template marks as the assistant's.
-    - ``sharegpt``: the same for ``conversations`` of ``from`` and ``value``.
-    - ``preference``: ``chosen`` and ``rejected`` after ``prompt``, all text or all messages, for the
-      objectives that take pairs. Without ``prompt``, the start that both share is the prompt.
-    - ``unpaired``: ``completion`` after ``prompt``, and ``label``: whether the completion is desirable.
-    - ``classification``: ``text`` or ``input_ids``, and ``label``: an id or a name, a list of them, 0 or 1
-      for each label, or the number of a regression (``task_type`` SEQ_CLS); or ``input_ids`` and ``labels``,
-      one for each token, -100 = none (TOKEN_CLS).
-    - ``question_answering``: ``question``, ``context`` and ``answers`` as SQuAD has them, or ``input_ids``,
-      ``start_positions`` and ``end_positions`` (QUESTION_ANS).
-    """
-
-    name: str = Field(min_length=1, description="Name by which adapters refer to the data.")
-    path: list[DataFile] = Field(
-        min_length=1,
-        description="File, folder, or dataset of the hub (`owner/name`); or a list of these, each with a "
-        "`weight` if need be.",
-    )
-    split: str | None = Field(
-        default=None, description="Split of a folder or of the hub's dataset; null: `train`."
-    )
-    subset: str | None = Field(
-        default=None, description="Subset of a folder of data files or of the hub's dataset."
-    )
-    revision: str | None = Field(
-        default=None, description="Branch, tag or commit of the hub's dataset; null: the newest."
-    )
-    columns: dict[str, str] = Field(
-        default_factory=dict,
-        description="Columns that hold the format's fields, by field; others keep their names.",
-    )
-    max_samples: int | None = Field(
-        default=None,
-        ge=1,
-        le=MOST,
-        description="Most rows that are read of each file, the first ones; null: all.",
-    )
-    streaming: bool = Field(
-        default=False,
-        description="Whether the hub's files are read as they arrive, no further than `max_samples`.",
-    )
-    validation_split: float | None = Field(
-        default=None,
-        gt=0,
-        description="Samples to hold out, for adapters whose `eval_dataset` is this one: a share below 1, "
-        "or a number, of all files together.",
-    )
-    chat_template: ResolvedPath | None = Field(
-        default=None, description="Jinja file in place of the model's chat template."
-    )
-    format: Literal[
-        "tokens",
-        "text",
-        "prompt_completion",
-        "alpaca",
-        "sharegpt",
-        "messages",
-        "preference",
-        "unpaired",
-        "classification",
-        "question_answering",
-    ] = Field(description="How a line is read, and which of its tokens are trained.")
-
-    @field_validator("path", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        """Lists files with their weights, of which a path alone has none."""
-        if not isinstance(value, str | list):
-            raise ValueError(f"must be a path or a list of paths, got {shown(value)}")
-        listed = [value] if isinstance(value, str) else value
-        return [{"path": each} if isinstance(each, str) else each for each in listed]
-
-    @field_serializer("path")
-    def _shortest(self, files: list[DataFile]) -> str | list[str | dict[str, Any]]:
-        short = [file.path if file.weight == 1 else file.model_dump() for file in files]
-        alone = short[0] if len(short) == 1 else None
-        return alone if isinstance(alone, str) else short
-
-    @field_validator("validation_split")
-    @classmethod
-    def _share(cls, value: float | None) -> float | None:
-        if value is not None and value >= 1 and value != int(value):
-            raise ValueError(f"{value:g} is neither a share below 1 nor a whole number of samples")
-        return value
-
-    @model_validator(mode="after")
-    def _bounded(self) -> DatasetConfig:
-        if self.streaming and self.max_samples is None:
-            raise wrong_key("streaming", "needs max_samples: how many rows to read of each file")
-        return self
-
-    @model_validator(mode="after")
-    def _known_fields(self) -> DatasetConfig:
-        known = FORMATS[self.format].fields.split()
-        unread = [field for field in self.columns if field not in known]
-        if unread:
-            what = f"the format {self.format} has no such field"
-            likely = nearest(unread[0], known, "its fields")
-            raise wrong_key(f"columns.{unread[0]}", f"{what}; {likely}")
-        return self
+from mlora.config.strict import MOST, Location, ResolvedPath, Strict, wrong_key, wrong_keys
+from mlora.errors import first_fault, unknown_value
+from mlora.offload.options import SLOTS, OffloadOptions
 
 
 def parse_size(value: Any) -> int:
@@ -334,3 +130,156 @@ class PipelineConfig(Strict):
         if self.partition is not None and min(self.partition) < 1:
             raise wrong_key("partition", f"each stage needs at least one block, got {self.partition}")
         return self
+
+
+Method = Literal["lora", "full"]
+Place = Literal["device", "host", "disk"]
+"""The memory of the device that computes, the machine's memory (on a CPU the same), or files."""
+
+
+class OffloadConfig(Strict):
+    """Where parts of a run live while they are not used. No choice changes a result.
+
+    ``base``: with ``disk``, the linear weights of the base model's blocks stay in files, and ``slots`` blocks
+    at a time are in memory. ``optimizer``: the optimizer's states. ``activations``: what a block keeps for
+    backward. Scratch files are striped over ``folders``; without any they are in the system's folder for
+    temporary files. ``host_memory`` and ``device_memory`` bound what a plan may use.
+    """
+
+    base: Place = Field(
+        default="device",
+        description="Where the linear weights of the blocks are; `host` on a CPU is the same as `device`.",
+    )
+    optimizer: Place = Field(
+        default="device", description="Where the optimizer's states are; `disk` needs `method: full`."
+    )
+    activations: Literal["auto", "keep", "recompute", "swap"] = Field(
+        default="keep",
+        description="What becomes of what a block needs for backward; `auto` plans it for each block.",
+    )
+    folders: list[ResolvedPath] = Field(
+        default_factory=list,
+        description="Folders for scratch files, which are striped over them; they must exist; empty: the "
+        "system's folder for temporary files.",
+    )
+    host_memory: Size | None = Field(
+        default=None,
+        description="Most memory of the machine that a plan of `activations: auto` may use; null: what is"
+        " free.",
+    )
+    device_memory: Size | None = Field(
+        default=None,
+        description="Most memory of the device that a plan of `activations: auto` may use; null: what is "
+        "free.",
+    )
+    slots: int = Field(
+        default=SLOTS, ge=2, le=MOST, description="Blocks in memory at once with `base: disk`."
+    )
+
+    @property
+    def options(self) -> OffloadOptions:
+        """The same for an `Engine`."""
+        return OffloadOptions(
+            base=self.base,
+            optimizer=self.optimizer,
+            activations=self.activations,
+            folders=tuple(self.folders),
+            slots=self.slots,
+            device_memory=self.device_bytes,
+        )
+
+    @property
+    def device_bytes(self) -> int | None:
+        """``device_memory`` in bytes; on a CPU, where both are one memory, the smaller of both."""
+        given = [parse_size(size) for size in (self.device_memory, self.host_memory) if size is not None]
+        return min(given, default=None)
+
+
+QUANTIZATIONS: dict[str, tuple[str, ...]] = {
+    "bnb-nf4": ("double_quant", "compute_dtype"),
+    "bnb-fp4": ("double_quant", "compute_dtype"),
+    "bnb-int8": (),
+    "torchao-int8": ("group_size",),
+    "torchao-int4": ("group_size",),
+    "torchao-float8": (),
+}
+"""The options of each method of quantisation."""
+
+
+LOAD_IN = {"load_in_4bit": "bnb-nf4", "load_in_8bit": "bnb-int8"}
+"""Keys of other tools that name a method."""
+
+
+class QuantizationConfig(Strict):
+    """The base model is quantised while it is read, with ``method``.
+
+    ``double_quant``: the scales of 4-bit numbers are quantised, too (QLoRA). ``compute_dtype``: of the
+    products with 4-bit weights; without it, that of the run. ``group_size``: the neighbouring numbers that
+    share a scale; without it, a row (int8) or 32 (int4).
+    """
+
+    method: str = Field(
+        description="Format of the weights, from bitsandbytes (`bnb-`) or torchao (`torchao-`)."
+    )
+    double_quant: bool = Field(
+        default=False,
+        description="Whether the scales of 4-bit numbers are quantised, too (QLoRA); for `bnb-nf4` and "
+        "`bnb-fp4`.",
+    )
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="Type in which products with 4-bit weights are computed; null: that of the run.",
+    )
+    group_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Neighbouring numbers that share a scale; null: a row (`torchao-int8`) or 32 "
+        "(`torchao-int4`).",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_other_tool(cls, value: Any) -> Any:
+        for key in value if isinstance(value, dict) else ():
+            if key in LOAD_IN:
+                hint = "remove it" if "method" in value else f"write `method: {LOAD_IN[key]}` in its place"
+                raise wrong_key(key, f"unknown key; {hint}")
+        return value
+
+    @field_validator("method")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in QUANTIZATIONS:
+            raise ValueError(unknown_value(value, list(QUANTIZATIONS)))
+        return value
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> QuantizationConfig:
+        given = {"double_quant": self.double_quant, "compute_dtype": self.compute_dtype}
+        asked = [key for key, value in {**given, "group_size": self.group_size}.items() if value]
+        faults: dict[Location, str] = {
+            (key,): f"is not an option of {self.method}; remove it"
+            for key in asked
+            if key not in QUANTIZATIONS[self.method]
+        }
+        if faults:
+            raise wrong_keys(faults)
+        return self
+
+
+def checked_quantization(given: QuantizationConfig | Mapping[str, Any] | None) -> QuantizationConfig | None:
+    """Returns what a caller in Python gave as ``quantization``, checked. ValueError names the key."""
+    if given is None or isinstance(given, QuantizationConfig):
+        return given
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"quantization: expected keys and values such as {{'method': 'bnb-nf4'}}, got {given!r}"
+        )
+    known = list(QuantizationConfig.model_fields)
+    for key in given:
+        if key not in known and key not in LOAD_IN:
+            raise ValueError(f"quantization.{key}: unknown key; {nearest(str(key), known)}")
+    try:
+        return QuantizationConfig.model_validate(given)
+    except ValidationError as error:
+        raise ValueError(f"quantization.{first_fault(error)}") from error

@@ -17,8 +17,8 @@ from mlora.config.adapter_config import (
     metric_key,
     unknown_metric,
 )
+from mlora.config.dataset_config import OF_TASKS
 from mlora.config.search_space import Choice, Space, corners, grid_size, read_space, with_params
-from mlora.config.sections import OF_TASKS
 from mlora.config.strict import Strict, resolve_path, wrong_key
 from mlora.config.tracking import placed_callback
 from mlora.config.training_fields import inherited

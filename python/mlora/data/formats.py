@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from mlora.config.sections import FORMATS
+from mlora.config.dataset_config import FORMATS
 from mlora.data.chat import ChatTemplate, messages_of_key, sharegpt_messages
 from mlora.data.label_formats import LabelRules, classification, question_answering
 from mlora.data.preference_formats import preference, unpaired

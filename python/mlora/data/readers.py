@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, AnyStr
 
-from mlora.config.sections import FIELDS
+from mlora.config.dataset_config import FIELDS
 from mlora.data.record import TwiceError, json_name, json_of, names_of, once
 from mlora.errors import RunError, first_line
 from mlora.regular_files import open_regular

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mlora.config.sections import DatasetConfig, is_hub_dataset
+from mlora.config.dataset_config import DatasetConfig, is_hub_dataset
 from mlora.data.readers import NO_VALUE, UNREAD, Row, given, named, read_columns, read_rows
 from mlora.errors import RunError, first_line
 from mlora.regular_files import open_regular

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 import mlora_ext
 from mlora.cluster.device import existing_device, set_allocators
-from mlora.config.quantization_config import QuantizationConfig, checked_quantization
-from mlora.config.sections import parse_size
+from mlora.config.sections import QuantizationConfig, checked_quantization, parse_size
 from mlora.engine.adapter_start import start_from_data, start_from_weights
 from mlora.engine.adapter_state import AdapterState, StepResult
 from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission

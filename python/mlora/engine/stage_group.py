@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from mlora.cluster.world import World
-from mlora.config.quantization_config import QuantizationConfig
+from mlora.config.sections import QuantizationConfig
 from mlora.engine.full_worker import FullWorker
 from mlora.engine.stage_worker import StageWorker
 from mlora.model.base_info import check_base

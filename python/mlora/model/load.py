@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 import mlora_ext
-from mlora.config.quantization_config import QuantizationConfig
+from mlora.config.sections import QuantizationConfig
 from mlora.model.base_info import quantization_of
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.checkpoint_tensors import cached_path, files_of, fill, open_tensors, stage_to, wanted_keys

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mlora.config.quantization_config import QuantizationConfig
+from mlora.config.sections import QuantizationConfig
 from mlora.errors import UNREADABLE
 from mlora.model.base_info import check_base, quantization_of
 from mlora.model.quantization import (

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlora.config.quantization_config import QuantizationConfig
+from mlora.config.sections import QuantizationConfig
 from mlora.durable import write_whole
 from mlora.errors import first_fault, first_line
 from mlora_ext.interop.side_files import QUANTIZATION

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import mlora_ext
-from mlora.config.quantization_config import QuantizationConfig
+from mlora.config.sections import QuantizationConfig
 from mlora.model.attention import PackedSequences
 from mlora.model.base_model import BaseModel, take_apart
 from mlora.model.cut import BEFORE, BEHIND, BlockSpan, Cut, find_blocks, outer_modules

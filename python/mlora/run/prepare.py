@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from mlora.cluster.device import choose_device, dtype_of, set_allocators
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.conflicts import offload_faults, quantization_faults
+from mlora.config.dataset_config import DatasetConfig
 from mlora.config.faults import path_of
 from mlora.config.run_config import RunConfig
-from mlora.config.sections import DatasetConfig
 from mlora.config.training_fields import idle_defaults, inherited
 from mlora.engine.engine import Engine
 from mlora.engine.full_engine import FullEngine

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mlora.config.offload_config import OffloadConfig
 from mlora.config.run_config import RunConfig
+from mlora.config.sections import OffloadConfig
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.stage_group import StageOptions
 from mlora.errors import RunError, first_line

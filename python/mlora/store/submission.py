@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.config_file import resolve_config
+from mlora.config.dataset_config import DatasetConfig, is_hub_dataset
 from mlora.config.run_config import RunConfig
-from mlora.config.sections import DatasetConfig, is_hub_dataset
 from mlora.config.strict import Location, shown
 from mlora.config.sweep_config import is_trial
 from mlora.config.yaml_file import read_yaml

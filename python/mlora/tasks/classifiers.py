@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mlora.config.adapter_config import OF_REGRESSION, AdapterConfig
-from mlora.config.sections import OF_TASKS, DatasetConfig
+from mlora.config.dataset_config import OF_TASKS, DatasetConfig
 from mlora.data.label_formats import FoundLabels, LabelRules, find_labels
 from mlora.data.readers import Row
 from mlora.data.source import sources_of

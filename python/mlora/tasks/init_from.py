@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
     from mlora.config.adapter_config import AdapterConfig
-    from mlora.config.quantization_config import QuantizationConfig
     from mlora.config.run_config import RunConfig
+    from mlora.config.sections import QuantizationConfig
     from mlora.model.base_info import BaseInfo
 
 TARGETING = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")

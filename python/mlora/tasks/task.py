@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from huggingface_hub import constants
 
 from mlora.config.adapter_config import AdapterConfig
+from mlora.config.dataset_config import WITH_MESSAGES, DatasetConfig
 from mlora.config.lora_fields import build_lora
 from mlora.config.run_config import RunConfig
-from mlora.config.sections import WITH_MESSAGES, DatasetConfig
 from mlora.data.chat import with_template
 from mlora.data.dataset import Dataset, held_out, joined, load_dataset
 from mlora.data.label_formats import FoundLabels, LabelRules, find_labels

@@ -9,12 +9,12 @@ import yaml
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.aliases import other_tools
 from mlora.config.config_file import load_config
+from mlora.config.dataset_config import DatasetConfig
 from mlora.config.faults import unknown_key
 from mlora.config.lora_fields import CHOICES
-from mlora.config.quantization_config import QuantizationConfig
 from mlora.config.run_config import RunConfig
 from mlora.config.search_space import LEAF_KEYS
-from mlora.config.sections import DatasetConfig, PipelineConfig, SchedulerConfig
+from mlora.config.sections import PipelineConfig, QuantizationConfig, SchedulerConfig
 from mlora.config.sweep_config import SweepConfig
 from mlora.config.training_fields import TrainingFields
 from mlora.errors import RunError

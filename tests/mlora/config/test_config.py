@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from mlora.config.config_file import dump_config, load_config, resolve_config
+from mlora.config.dataset_config import DataFile
 from mlora.config.run_config import RunConfig
-from mlora.config.sections import DataFile
 from mlora.config.training_fields import TrainingFields
 from mlora.engine.engine import Engine
 from mlora.offload.options import OffloadOptions

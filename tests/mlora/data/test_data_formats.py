@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 from mlora.config.config_file import resolve_config
-from mlora.config.sections import FORMATS, DatasetConfig
+from mlora.config.dataset_config import FORMATS, DatasetConfig
 from mlora.data.chat import messages_of_key
 from mlora.data.dataset import Dataset, Prompt, load_dataset
 from mlora.data.formats import format_hint

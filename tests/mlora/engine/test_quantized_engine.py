@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mlora.config.quantization_config import QuantizationConfig
+from mlora.config.sections import QuantizationConfig
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions

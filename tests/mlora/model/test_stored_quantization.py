@@ -12,7 +12,7 @@ import pytest
 import torch
 from command_line import Run
 from mlora.config.config_file import resolve_config
-from mlora.config.quantization_config import QuantizationConfig
+from mlora.config.sections import QuantizationConfig
 from mlora.engine.engine import Engine
 from mlora.model.quantization import transformers_config
 from mlora.optim.optim_config import OptimConfig

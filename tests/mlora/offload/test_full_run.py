@@ -35,7 +35,7 @@ def _small_things_leave_memory() -> Iterator[None]:
         patch.setattr(saved_tensors, "SMALLEST", 256)
         patch.setattr(optimizer_states, "SMALL", 64)
         patch.setattr(optimizer_states, "UNIT", 2048)
-        patch.setattr("mlora.config.offload_config.OffloadOptions", partial(OffloadOptions, poison=True))
+        patch.setattr("mlora.config.sections.OffloadOptions", partial(OffloadOptions, poison=True))
         yield
 
 

@@ -30,7 +30,7 @@ DISK: dict[str, Any] = {"base": "disk", "slots": 2}
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is used after its block has left is not a number."""
-    monkeypatch.setattr("mlora.config.offload_config.OffloadOptions", partial(OffloadOptions, poison=True))
+    monkeypatch.setattr("mlora.config.sections.OffloadOptions", partial(OffloadOptions, poison=True))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from limited_runs import Watching, ask, submission
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.config_file import resolve_config
-from mlora.config.sections import DatasetConfig
+from mlora.config.dataset_config import DatasetConfig
 from mlora.data.dataset import load_dataset
 from mlora.data.label_formats import FoundLabels, LabelRules, find_labels
 from mlora.data.readers import Row

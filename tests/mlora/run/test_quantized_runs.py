@@ -13,7 +13,7 @@ import pytest
 import torch
 from command_line import Run
 from mlora.config.config_file import resolve_config
-from mlora.config.quantization_config import QuantizationConfig
+from mlora.config.sections import QuantizationConfig
 from mlora.engine.engine import Engine
 from mlora.errors import RunError
 from mlora.model import quantization

@@ -9,8 +9,8 @@ from typing import Any
 
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.aliases import nearest
+from mlora.config.dataset_config import DatasetConfig
 from mlora.config.run_config import RunConfig
-from mlora.config.sections import DatasetConfig
 from mlora.errors import RunError
 from mlora.store.checkpoint import checkpoint_name, list_checkpoints, read_checkpoint
 from mlora.store.queue import TaskQueue

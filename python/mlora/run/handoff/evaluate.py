@@ -17,8 +17,8 @@ from mlora.cluster.device import choose_device, dtype_of
 from mlora.config.adapter_config import AdapterConfig
 from mlora.config.aliases import nearest
 from mlora.config.conflicts import data_faults
+from mlora.config.dataset_config import WITH_PROMPTS, DatasetConfig
 from mlora.config.run_config import RunConfig
-from mlora.config.sections import WITH_PROMPTS, DatasetConfig
 from mlora.engine.engine import Engine
 from mlora.errors import RunError, first_fault, first_line
 from mlora.model.base_info import BaseInfo
