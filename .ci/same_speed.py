@@ -116,7 +116,7 @@ def scheduler() -> dict[str, Case]:
     """Returns turns of five iterations of a run as `scheduler` makes it."""
     overhead = first_of("scheduler.overhead", "scheduler_overhead")
     runs = first_of("scheduler.run", "scheduler_run")
-    config = first_of("scheduler.setup", "scheduler_setup").make_config
+    config = first_of("scheduler.setup", "scheduler_setup", "scheduler.run").make_config
     folder = Path(os.environ["SAME_SPEED_FOLDER"])
     overhead.SHAPE.make().save_pretrained(folder / "base")
     cases = {}

@@ -24,7 +24,6 @@ BENCHMARKS = {
     "pipeline": ("pipeline.command", "pipelines of several processes against torch's, FSDP2 and TP"),
     "scheduler": ("scheduler.command", "what the scheduler costs, and its memory predictions"),
     "offload": ("offload.command", "out-of-core tuning on a CPU, part by part"),
-    "offload-plans": ("offload.plans", "nothing: predicts a step with the plans of other systems"),
     "memory-limit": ("offload.memory_group", "the most memory that any command holds under a limit"),
     "scale": ("forecast.command", "nothing: simulates 8 to 512 devices"),
     "gpu-budget": ("gpu.budget_report", "nothing: computes what the CUDA launches must cost"),

@@ -24,9 +24,8 @@ from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageGroup, StageOptions, stage_of_this_process
 from mlora.optim.optim_config import OptimConfig
 from peft import LoraConfig
-from shared.llama import random_llama
 from shared.results import write_json
-from shared.shapes import ModelShape
+from shared.shapes import ModelShape, random_llama
 from torch.profiler import ProfilerActivity, profile
 
 ADAPTERS, WARM_UP, ROUNDS = 4, 3, 6

@@ -17,9 +17,15 @@ from shared.harness import Found, Target, table
 from shared.shapes import ModelShape
 from shared.timing import cores
 
-from offload import full_model
-from offload.base import QUICK_SHAPE, SHAPE, sizes_of, write_base
-from offload.full_model import parameters_in_blocks
+from offload.base import (
+    FULL_SHAPE,
+    QUICK_FULL,
+    QUICK_SHAPE,
+    SHAPE,
+    parameters_in_blocks,
+    sizes_of,
+    write_base,
+)
 from offload.remote import RemoteError, ours
 
 LIMIT = 1 << 30
@@ -74,7 +80,7 @@ def capacity(options: argparse.Namespace) -> Found:
 
 def full(options: argparse.Namespace) -> Found:
     """Trains all weights in memory without a limit, and then with weights and states on disk under it."""
-    shape = full_model.QUICK_SHAPE if options.quick else replace(full_model.SHAPE, layers=FULL_BLOCKS)
+    shape = QUICK_FULL if options.quick else replace(FULL_SHAPE, layers=FULL_BLOCKS)
     write_base(options.folder, shape)
     parameters = parameters_in_blocks(shape)
     job = {"tokens": FULL_TOKENS, "threads": cores(), "activations": "recompute"}
@@ -204,8 +210,8 @@ def first_blocks(folder: Path, blocks: int) -> Path:
 def largest(options: argparse.Namespace) -> Found:
     """Looks for the largest model of each contender (LoHan, Fig. 6)."""
     small, large = (
-        replace(full_model.QUICK_SHAPE, layers=QUICK_MOST),
-        replace(full_model.SHAPE, layers=MOST),
+        replace(QUICK_FULL, layers=QUICK_MOST),
+        replace(FULL_SHAPE, layers=MOST),
     )
     shape = small if options.quick else large
     write_base(options.folder, shape)

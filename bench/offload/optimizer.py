@@ -13,8 +13,15 @@ from shared.harness import SECONDS, Found, Panel, Target, table
 from shared.timing import Turn, in_order, medians, ratio, timed
 from torch import Tensor
 
-from offload.base import sizes_of
-from offload.full_model import QUICK_SHAPE, SEQUENCE, SHAPE, Tuned, parameters_in_blocks, random_tokens
+from offload.base import (
+    FULL_SHAPE,
+    QUICK_FULL,
+    SEQUENCE,
+    Tuned,
+    parameters_in_blocks,
+    random_tokens,
+    sizes_of,
+)
 from offload.stream import check_equal
 
 NONE, MEMORY, SERIAL, NAIVE, OPTIMISED = "no optimizer", "states in memory", "serial", "naive", "optimised"
@@ -42,7 +49,7 @@ def run(options: argparse.Namespace) -> Found:
         OSError: the file system refuses direct reads, or lacks room for the states.
         RuntimeError: losses of two contenders differ.
     """
-    shape = QUICK_SHAPE if options.quick else SHAPE
+    shape = QUICK_FULL if options.quick else FULL_SHAPE
     tuned = {name: Tuned(shape, folders=[options.folder], **how) for name, how in CONTENDERS.items()}
     try:
         tokens = 64 if options.quick else _tokens(tuned, shape.vocabulary)

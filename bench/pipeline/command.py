@@ -29,10 +29,10 @@ from typing import Any
 
 from shared.harness import Found, measured
 
-from pipeline import report
+from pipeline import results
 from pipeline.measures import row_of, worst_difference
 from pipeline.places import RATE, TURNS, Place, place_of, places
-from pipeline.sections import lines_of
+from pipeline.results import lines_of
 from pipeline.start import JobError, run_job, run_network_job, why_no_network
 
 SECTIONS = ("throughput", "network", "volume", "bubbles", "overlap", "tasks")
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace) -> Found:
         data = again(options.kept)
     else:
         data = run(options.sections or list(SECTIONS), quick=options.quick, repeats=options.repeats)
-    return Found(data, report.text(data), report.targets(data["lines"]), report.panels(data))
+    return Found(data, results.text(data), results.targets(data["lines"]), results.panels(data))
 
 
 def add(parser: argparse.ArgumentParser) -> None:

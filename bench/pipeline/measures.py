@@ -17,7 +17,7 @@ from mlora.simulate.trace_file import TraceFiles
 from mlora.simulate.workload import SimulatedLink, StageTime, Stream, Workload
 from shared.timing import spread
 
-from pipeline.turn import Case, Item
+from pipeline.places import Case, Item
 
 GIGABIT = 125e6  # bytes per second, the rate of the links between network namespaces
 _KEPT = (

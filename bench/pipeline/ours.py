@@ -1,4 +1,7 @@
-"""The contenders of this project: a stage of `mlora.pipeline` in each process."""
+"""The contenders of this project: a stage of `mlora.pipeline` in each process.
+
+SLEEP KERNELS, stages that compute nothing and sleep, time pipelines of more stages than there are cores.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from mlora.pipeline import Hooks, ModuleCall, Neighbours, RoundPosition, StagePr
 from mlora.pipeline.trace import Span
 from torch import Tensor, nn
 
-from pipeline.turn import Case, Item, Turn, rounds
+from pipeline.places import Case, Item, Turn, rounds
 
 _SPANS = 1 << 18
 Batch = Callable[[Item], Tensor]
@@ -158,3 +161,44 @@ class _Feed:
             loss = float(self._driver.finish(number).report)
             self._turn.losses.append((Item(adapter, step, index), loss))
         self._turn.ended[adapter] = time.monotonic()
+
+
+class SleepingStage(nn.Module):
+    """Sleeps in forward and in backward, and hands its input on.
+
+    Args:
+        forward: seconds.
+        backward: seconds.
+    """
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self._seconds = forward, backward
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, given: Tensor, **_: Any) -> Tensor:
+        """`[n]` to `[n]`."""
+        return _Sleep.apply(given * self.weight, *self._seconds)  # type: ignore[no-any-return]
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        time.sleep(ctx.seconds)
+        return dy, None, None
+
+
+class NothingLearned:
+    """Stands where adapters are updated."""
+
+    def step(self, adapter: int) -> None:
+        """Do nothing."""
+
+    def reset(self) -> None:
+        """Do nothing."""

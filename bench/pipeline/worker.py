@@ -23,9 +23,8 @@ from mlora.cluster.world import World
 from mlora.pipeline import Neighbours, connect_neighbours
 from shared.machine import busy_seconds
 
-from pipeline.ours import Ours
-from pipeline.sleep import NothingLearned, SleepingStage
-from pipeline.turn import Case
+from pipeline.ours import NothingLearned, Ours, SleepingStage
+from pipeline.places import Case
 
 
 class _Sleeping:
@@ -61,9 +60,7 @@ class _Computing:
         from torch.distributed.device_mesh import init_device_mesh
 
         from pipeline.model import Model, next_token_loss
-        from pipeline.sharded import Fsdp
-        from pipeline.tensor import TensorByHand, TensorParallel
-        from pipeline.torch_pipelining import TorchPipeline
+        from pipeline.peers import Fsdp, TensorByHand, TensorParallel, TorchPipeline
 
         if case.way in ("ours", "torch"):
             common = (case, self._module, self._trained, self._batch, next_token_loss)

@@ -14,9 +14,7 @@ from typing import Any
 from mlora.cluster.allocators import give_back_freed_memory, keep_freed_memory
 from shared import machine
 
-from scheduler.run import TurnRun, room_for
-from scheduler.setup import Shape, Work, make_config
-from scheduler.timers import Iteration, overhead, ratios
+from scheduler.run import Iteration, Shape, TurnRun, Work, make_config, overhead, ratios, room_for
 
 SHAPE = Shape(256, blocks=4, vocabulary=4096)
 WORK = Work(tasks=64, batch=1, shortest=16, longest=64, steps=400)

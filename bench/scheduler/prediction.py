@@ -29,7 +29,7 @@ from mlora.planning.task_memory import know_task
 from mlora.scheduler import MemoryModel
 from mlora.tasks.task import Task, TaskBuilder
 
-from scheduler.setup import Shape, Work, make_config, random_lengths
+from scheduler.run import Shape, Work, make_config, random_lengths
 
 SHAPES = (Shape(128), Shape(256), Shape(512))
 WINDOWED = Shape(256, window=48)

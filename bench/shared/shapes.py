@@ -6,6 +6,10 @@ Letters: D = d_in, O = d_out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 @dataclass(frozen=True)
@@ -93,3 +97,9 @@ MODELS = {
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SHARE_X = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """The linear layers of a decoder layer, those with the same input together."""
+
+
+def random_llama(shape: ModelShape, **options: Any) -> LlamaForCausalLM:
+    """Returns a random model, the same for the same sizes; `options` are those of Transformers' config."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**shape.options, **options))

@@ -17,8 +17,7 @@ import torch
 from mlora.cluster.allocators import keep_freed_memory
 from mlora.engine.engine import Engine
 from shared.harness import Found, measured, table
-from shared.llama import random_llama
-from shared.shapes import ModelShape
+from shared.shapes import ModelShape, random_llama
 from shared.timing import alternate, medians
 from torch import nn
 

@@ -26,8 +26,7 @@ from typing import Any
 
 from shared import machine
 from shared.harness import Found, measured, start_quietly, table
-from shared.llama import random_llama
-from shared.shapes import ModelShape
+from shared.shapes import ModelShape, random_llama
 
 VOCABULARY = 4096
 ADAPTERS, BATCH, PROMPT, COMPLETION = 4, 4, 32, 32

@@ -32,9 +32,8 @@ from peft import get_peft_model
 from shared import machine
 from shared.counting import live_peak
 from shared.harness import Found, measured
-from shared.llama import random_llama
 from shared.results import dtype_name
-from shared.shapes import ModelShape
+from shared.shapes import ModelShape, random_llama
 from shared.timing import alternate, medians
 from transformers import AutoModelForCausalLM
 

@@ -38,8 +38,7 @@ from mlora.tasks.task import Task, TaskBuilder
 from peft import PeftModel
 from shared import machine
 from shared.harness import Found, Target, measured
-from shared.llama import random_llama
-from shared.shapes import ModelShape
+from shared.shapes import ModelShape, random_llama
 from transformers import AutoModelForCausalLM, get_scheduler
 
 LENGTH, SEQUENCES = 32, 1

@@ -25,8 +25,7 @@ from peft import get_peft_model
 from shared import machine
 from shared.counting import live_peak
 from shared.harness import QUIET, Found, Panel, Target, measured
-from shared.llama import random_llama
-from shared.shapes import ModelShape
+from shared.shapes import ModelShape, random_llama
 from shared.timing import alternate, medians
 from transformers import LlamaForCausalLM
 

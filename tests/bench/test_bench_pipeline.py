@@ -184,7 +184,7 @@ def test_a_kept_result_is_reported_again(out: Path, data: dict[str, Any], tmp_pa
 
 
 def misses(lines: list[dict[str, Any]]) -> list[str]:
-    return [one.what for one in import_module("pipeline.report").targets(lines) if not one.met]
+    return [one.what for one in import_module("pipeline.results").targets(lines) if not one.met]
 
 
 def losses(*values: float) -> list[dict[str, Any]]:
@@ -194,7 +194,7 @@ def losses(*values: float) -> list[dict[str, Any]]:
 
 def test_losses_behind_an_update_are_compared(bench_folder: Path) -> None:
     measures = import_module("pipeline.measures")
-    case = import_module("pipeline.turn").Case("a", "ours")
+    case = import_module("pipeline.places").Case("a", "ours")
 
     def worst(*turns: Any) -> float:
         return float(measures.worst_difference([(case, turn) for turn in turns]))
@@ -207,7 +207,7 @@ def test_losses_behind_an_update_are_compared(bench_folder: Path) -> None:
 
 
 def test_simulated_with_as_many_adapters_as_run_at_once(bench_folder: Path) -> None:
-    measures, case = import_module("pipeline.measures"), import_module("pipeline.turn").Case
+    measures, case = import_module("pipeline.measures"), import_module("pipeline.places").Case
     stage = {"forward": 9.0, "backward": 9.0, "optimizer": 0.0}
     times = {"stages": [stage] * 4, "links_forward": [0.0] * 3, "links_backward": [0.0] * 3}
 
@@ -233,17 +233,17 @@ def test_as_many_tokens_per_step_for_all(places: ModuleType) -> None:
 
 @pytest.mark.parametrize(("name", "judged"), [("real", True), ("tasks", False), ("network", False)])
 def test_which_bubbles_are_judged(places: ModuleType, name: str, judged: bool) -> None:
-    case = import_module("pipeline.turn").Case("lorapp", "ours", "lorapp", adapters=4)
+    case = import_module("pipeline.places").Case("lorapp", "ours", "lorapp", adapters=4)
     place = places.Place(name, 2, [case], 1, places.REAL, network=name == "network")
     row = {"each": {"bubble": [0.1, 0.5, 0.6], "simulated_bubble": [0.1, 0.1, 0.1]}, "of_slowest_stage": 0.5}
-    found = import_module("pipeline.sections").bubbles({"lorapp": row}, place)
+    found = import_module("pipeline.results").bubbles({"lorapp": row}, place)
     assert [line["value"] for line in found] == [pytest.approx(0.4), 2.0]
     assert found[0]["worst"] == pytest.approx(0.5)
     assert misses(found) == [line["what"] for line in found] * judged
 
 
 def test_what_must_be_and_did_not_run_is_missed(bench_folder: Path) -> None:
-    ratio = import_module("pipeline.sections").ratio
+    ratio = import_module("pipeline.results").ratio
     assert ratio({}, "lorapp", "gpipe", None) == []
     (line,) = ratio({}, "lorapp", "gpipe", 1.7)
     assert misses([line]) == [line["what"]]
@@ -251,7 +251,7 @@ def test_what_must_be_and_did_not_run_is_missed(bench_folder: Path) -> None:
 
 def test_bytes_are_those_of_the_activations(places: ModuleType) -> None:
     assert places.REAL.message_bytes == 128 * 512 * 4
-    sections = import_module("pipeline.sections")
+    sections = import_module("pipeline.results")
     names = ("lorapp", "gpipe", "lorapp N=4", "1f1b N=4")
     rows = {name: {"bytes_per_micro_batch": 528_000} for name in names}
     place = places.Place("real", 2, [], 1, shape=places.REAL)

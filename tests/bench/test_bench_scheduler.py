@@ -16,7 +16,7 @@ from mlora.memory.estimate import MemoryEstimate
 
 @pytest.fixture
 def timers(bench_folder: Path) -> ModuleType:
-    return import_module("scheduler.timers")
+    return import_module("scheduler.run")
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def prediction(bench_folder: Path) -> ModuleType:
 
 @pytest.fixture
 def report(bench_folder: Path) -> ModuleType:
-    return import_module("scheduler.report")
+    return import_module("scheduler.command")
 
 
 @pytest.mark.nightly
@@ -151,7 +151,7 @@ def test_ratios_are_of_the_same_steps(timers: ModuleType) -> None:
 
 
 def test_lengths_are_drawn_alike_for_one_seed(bench_folder: Path) -> None:
-    setup = import_module("scheduler.setup")
+    setup = import_module("scheduler.run")
     work = setup.Work(tasks=2, batch=3, shortest=5, longest=40, steps=1)
     found = setup.random_lengths(12, work, 1, ["a", "b"])
     assert found == setup.random_lengths(12, work, 1, ["a", "b"])

@@ -15,7 +15,7 @@ def scale(bench_folder: Path) -> ModuleType:
 
 @pytest.fixture
 def model(bench_folder: Path) -> ModuleType:
-    return import_module("forecast.model")
+    return import_module("forecast.command")
 
 
 def test_the_results_are_those_of_the_script(scale: ModuleType, bench_folder: Path) -> None:
