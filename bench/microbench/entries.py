@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -57,11 +57,6 @@ def entries(settings: Settings) -> dict[str, Entry]:
             found[of_floats] = Entry(of_floats, floats, mine=True, own_masks=False)
         found[f"{name}, p=0"] = Entry(f"{name}, p=0", without, mine=True, drops=False, own_masks=False)
     return found
-
-
-def model_entry(name: str, *, mine: bool) -> Entry:
-    """A contender of a section that has no single layer to build it for."""
-    return Entry(name, lambda layer: layer, mine=mine)  # type: ignore[arg-type, return-value]
 
 
 @dataclass(frozen=True)
@@ -193,6 +188,46 @@ def measure(
         "contenders": results,
         "limit": limit(products, extra, ceiling, results),
     }
+
+
+def whole_row(
+    about: dict[str, Any],
+    builders: Mapping[str, Callable[[], Run]],
+    check: Callable[[str], object],
+    refresh: Callable[[], object],
+    work: tuple[Work, Work] | None,
+    dtype: torch.dtype,
+    settings: Settings,
+    findings: Findings,
+    rounds: int | None = None,
+) -> dict[str, Any]:
+    """Returns one row of several layers: contenders that their check found right, in turns.
+
+    Args:
+        about: what the row says beside: name, rows, adapters, ranks, layout.
+        builders: make what is timed, by name.
+        check: raises WrongResult.
+        refresh: draws new data.
+        work: of the frozen part and of the low-rank part; None: no limit is computed.
+        dtype: of all.
+        settings, findings: of the run.
+        rounds: where these are not the settings' own.
+    """
+
+    def prepared(entry: Entry) -> Run:
+        check(entry.name)
+        run = builders[entry.name]()
+        run()
+        return run
+
+    named = [Entry(name, lambda layer: layer, mine=name.startswith("ours")) for name in builders]  # type: ignore[arg-type, return-value]
+    size = f"{about['rows']} rows, N={about['adapters']}, {about['layout']}"
+    where = f"{about['name']}, {size}, {dtype_name(dtype)}"
+    cases = able(findings, named, where, prepared)
+    parts = {} if work is None else {n: work[0] + (Work() if n == FROZEN else work[1]) for n in cases}
+    results = timed(cases, refresh, parts, settings, steady=True, rounds=rounds)
+    row = about | {"dtype": dtype_name(dtype), "dropout": settings.dropout, "contenders": results}
+    return row if work is None else row | {"limit": limit(*work, findings.ceiling(settings, dtype), results)}
 
 
 def timed(

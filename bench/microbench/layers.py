@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from shared.results import dtype_name
 from shared.shapes import MODELS, SHARE_X, Linear
 from torch import Tensor
 
-from microbench.entries import FROZEN, Shape, able, entries, limit, measure, model_entry, timed
+from microbench.entries import FROZEN, Shape, entries, measure, whole_row
 from microbench.settings import Case, Findings, Settings
 
 MANY = (1, 2, 4, 8, 16, 32, 64)
@@ -25,24 +26,20 @@ MANY = (1, 2, 4, 8, 16, 32, 64)
 def operators(settings: Settings, findings: Findings) -> Iterator[Case]:
     """Forward and backward apart, on the shapes of the first model, with one rank and with mixed ones."""
     chosen = pick(settings, FROZEN, "PEFT loop", "addmm_ loop", "grouped", "ours", "p=0")
-    for layout in settings.layouts:
-        for adapters in settings.numbers:
-            for linear in MODELS[settings.models[0]].linears:
-                for ranks in ([16] * adapters, mixed_ranks(adapters)):
-                    for part in ("forward", "backward"):
-                        for shape in shapes(settings, findings, settings.models[0], linear, ranks, layout):
-                            yield case(shape, chosen, settings, findings, part=part)
+    model = settings.models[0]
+    for layout, adapters, linear in product(settings.layouts, settings.numbers, MODELS[model].linears):
+        for ranks, part in product(([16] * adapters, mixed_ranks(adapters)), ("forward", "backward")):
+            for shape in shapes(settings, findings, model, linear, ranks, layout):
+                yield case(shape, chosen, settings, findings, part=part)
 
 
 def linears(settings: Settings, findings: Findings) -> Iterator[Case]:
     """Forward and backward of every linear layer of the models, mixed ranks; balanced rows first."""
     chosen = pick(settings, FROZEN, "PEFT loop", "addmm_ loop", "grouped", "ours", "p=0")
-    for layout in settings.layouts:
-        for adapters in settings.numbers:
-            for model in settings.models:
-                for linear in MODELS[model].linears:
-                    for shape in shapes(settings, findings, model, linear, mixed_ranks(adapters), layout):
-                        yield case(shape, chosen, settings, findings, model=model, count=linear.count)
+    for layout, adapters, model in product(settings.layouts, settings.numbers, settings.models):
+        for linear in MODELS[model].linears:
+            for shape in shapes(settings, findings, model, linear, mixed_ranks(adapters), layout):
+                yield case(shape, chosen, settings, findings, model=model, count=linear.count)
 
 
 def adapters(settings: Settings, findings: Findings) -> Iterator[Case]:
@@ -175,14 +172,11 @@ def check_fused(name: str, layers: Groups, settings: Settings, dtype: torch.dtyp
 
 def fused(settings: Settings, findings: Findings) -> Iterator[Case]:
     """One row for each model, layout and dtype."""
-    for layout in settings.layouts:
-        for adapters in settings.numbers:
-            for model in settings.models:
-                for rows in settings.rows:
-                    for dtype in settings.dtypes:
-                        batch = f"{rows} rows, {adapters} adapters, {layout}, {dtype_name(dtype)}"
-                        case = partial(fused_row, model, layout, adapters, rows, dtype, settings, findings)
-                        yield Case(f"{model} seven linears, {batch}", case)
+    sizes = (settings.layouts, settings.numbers, settings.models, settings.rows, settings.dtypes)
+    for layout, adapters, model, rows, dtype in product(*sizes):
+        batch = f"{rows} rows, {adapters} adapters, {layout}, {dtype_name(dtype)}"
+        case = partial(fused_row, model, layout, adapters, rows, dtype, settings, findings)
+        yield Case(f"{model} seven linears, {batch}", case)
 
 
 def fused_row(
@@ -198,37 +192,19 @@ def fused_row(
     lengths, ranks = LAYOUTS[layout](rows, adapters), mixed_ranks(adapters)
     small = groups("quick", [5, 1, 70, 21], settings, dtype)
     layers = groups(model, lengths, settings, dtype)
-    named = builders(layers, settings)
-
-    def prepared(entry: Entry) -> Run:
-        check_fused(entry.name, layers if settings.check else small, settings, dtype)
-        run = named[entry.name]()
-        run()
-        return run
-
-    entries = [model_entry(name, mine=name != FROZEN) for name in named]
-    cases = able(findings, entries, f"{model} fused, {layout}, {dtype_name(dtype)}", prepared)
     sizes = [(*shape, dtype.itemsize) for shape in MODELS[model].seven.values()]
     products = sum((frozen(rows, *each) for each in sizes), Work())
     extra = sum((low_rank(lengths, ranks, *each) for each in sizes), Work())
-    work = {name: products + (Work() if name == FROZEN else extra) for name in cases}
+
+    def check(name: str) -> float:
+        return check_fused(name, layers if settings.check else small, settings, dtype)
 
     def refresh() -> None:
         for part in layers:
             for layer in part:
                 layer.refresh()
 
-    results = timed(cases, refresh, work, settings, steady=True)
-    return {
-        "name": f"{model} seven linears",
-        "model": model,
-        "count": 1,
-        "rows": rows,
-        "adapters": adapters,
-        "ranks": ranks,
-        "layout": layout,
-        "dtype": dtype_name(dtype),
-        "dropout": settings.dropout,
-        "contenders": results,
-        "limit": limit(products, extra, findings.ceiling(settings, dtype), results),
-    }
+    about = {"name": f"{model} seven linears", "model": model, "count": 1, "rows": rows, "adapters": adapters}
+    about |= {"ranks": ranks, "layout": layout}
+    made = builders(layers, settings)
+    return whole_row(about, made, check, refresh, (products, extra), dtype, settings, findings)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from linear import oracle
 from linear.contenders import SCALING, Contender, Run
 from linear.layouts import balanced, mixed_ranks
 from linear.limits import Work, frozen, low_rank
-from linear.oracle import Entry
 from peft import LoraConfig, get_peft_model
 from shared.results import dtype_name
 from shared.shapes import ALL_LINEAR, MODELS, ModelShape
@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import mlora_ext as mx
-from microbench.entries import FROZEN, able, limit, model_entry, timed
+from microbench.entries import FROZEN, whole_row
 from microbench.settings import Case, Findings, Settings
 
 
@@ -208,58 +208,35 @@ def check_layer(batch: Batch, name: str, dtype: torch.dtype, build: Callable[[bo
 
 def decoder(settings: Settings, findings: Findings) -> Iterator[Case]:
     """One decoder layer of each model; the small one is checked first, the timed one with `--check`."""
-    for name in settings.models:
-        for adapters in settings.numbers:
-            for rows in settings.rows:
-                for dtype in settings.dtypes:
-                    length = rows // adapters
-                    label = f"{name} decoder layer, {adapters} x {length}, {dtype_name(dtype)}"
-                    sizes = (name, adapters, length, dtype)
-                    yield Case(label, partial(layer_row, *sizes, settings, findings))
+    sizes = (settings.models, settings.numbers, settings.rows, settings.dtypes)
+    for name, adapters, rows, dtype in product(*sizes):
+        label = f"{name} decoder layer, {adapters} x {rows // adapters}, {dtype_name(dtype)}"
+        yield Case(label, partial(layer_row, name, adapters, rows // adapters, dtype, settings, findings))
 
 
 def layer_row(
     name: str, adapters: int, length: int, dtype: torch.dtype, settings: Settings, findings: Findings
 ) -> dict[str, Any]:
     """One row of results."""
-    where = f"{name} decoder, {adapters} x {length}, {dtype_name(dtype)}"
     small = make(MODELS["quick"], min(adapters, 4), 24, settings, dtype)
     batch = make(MODELS[name], adapters, length, settings, dtype)
 
-    def builders(batch: Batch) -> dict[str, Callable[[bool], Contender]]:
-        found: dict[str, Callable[[bool], Contender]] = {
-            FROZEN: lambda drop: frozen_layer(batch),
-            "PEFT loop": lambda drop: peft_loop(batch, drop),
+    def builders(batch: Batch) -> dict[str, Callable[..., Contender]]:
+        found: dict[str, Callable[..., Contender]] = {
+            FROZEN: lambda drop=True: frozen_layer(batch),
+            "PEFT loop": partial(peft_loop, batch),
         }
-        for backend in settings.backends:
-            found[f"ours, {backend}"] = lambda drop, backend=backend: ours(batch, backend, drop)  # type: ignore[misc]
-        return found
+        return found | {f"ours, {backend}": partial(ours, batch, backend) for backend in settings.backends}
 
-    def prepared(entry: Entry) -> Run:
-        check_layer(small, entry.name, dtype, builders(small)[entry.name])
-        if settings.check:
-            check_layer(batch, entry.name, dtype, builders(batch)[entry.name])
-        run = builders(batch)[entry.name](True)
-        run()
-        return run
+    def check(contender: str) -> None:
+        for each in (small, batch) if settings.check else (small,):
+            check_layer(each, contender, dtype, builders(each)[contender])
 
-    named = [model_entry(each, mine=each.startswith("ours")) for each in builders(batch)]
-    cases = able(findings, named, where, prepared)
-    products, extra = seven_linears(MODELS[name], adapters, length, dtype.itemsize)
-    work = {each: products + (Work() if each == FROZEN else extra) for each in cases}
-    results = timed(cases, batch.refresh, work, settings, steady=True)
-    return {
-        "name": f"{name} decoder layer",
-        "rows": adapters * length,
-        "adapters": adapters,
-        "ranks": batch.ranks,
-        "layout": "balanced",
-        "dtype": dtype_name(dtype),
-        "dropout": settings.dropout,
-        "work_counted": "the seven linears, without attention",
-        "contenders": results,
-        "limit": limit(products, extra, findings.ceiling(settings, dtype), results),
-    }
+    about = {"name": f"{name} decoder layer", "rows": adapters * length, "adapters": adapters}
+    about |= {"ranks": batch.ranks, "layout": "balanced"}
+    about |= {"work_counted": "the seven linears, without attention"}
+    work = seven_linears(MODELS[name], adapters, length, dtype.itemsize)
+    return whole_row(about, builders(batch), check, batch.refresh, work, dtype, settings, findings)
 
 
 def seven_linears(shape: ModelShape, adapters: int, length: int, element: int) -> tuple[Work, Work]:
@@ -362,13 +339,10 @@ def step(settings: Settings, findings: Findings) -> Iterator[Case]:
     """A step of TinyLlama: all of its layers on a GPU, two on a CPU."""
     name = "quick" if settings.quick else MODEL
     layers = CPU_LAYERS if settings.device.type == "cpu" else MODELS[name].layers
-    for adapters in settings.numbers:
-        for rows in settings.rows:
-            for dtype in settings.dtypes:
-                length = rows // adapters
-                label = f"{name} step, {layers} layers, {adapters} x {length}, {dtype_name(dtype)}"
-                sizes = (name, layers, adapters, length, dtype)
-                yield Case(label, partial(step_row, *sizes, settings, findings))
+    for adapters, rows, dtype in product(settings.numbers, settings.rows, settings.dtypes):
+        length = rows // adapters
+        label = f"{name} step, {layers} layers, {adapters} x {length}, {dtype_name(dtype)}"
+        yield Case(label, partial(step_row, name, layers, adapters, length, dtype, settings, findings))
 
 
 def step_row(
@@ -390,34 +364,20 @@ def step_row(
     def one_by_one() -> Run:
         return OneByOne(peft_models(base, model, ranks, settings.dropout), model, ids)
 
-    builders: dict[str, tuple[Any, Callable[[], Run]]] = {
-        FROZEN: (None, lambda: frozen_model(base, ids)),
-        "PEFT, one after the other": (None, one_by_one),
+    builders: dict[str, Callable[[], Run]] = {
+        FROZEN: lambda: frozen_model(base, ids),
+        "PEFT, one after the other": one_by_one,
     }
-    for backend in settings.backends:
-        builders[f"ours, {backend}"] = (backend, lambda backend=backend: Together(model, ids, backend))  # type: ignore[misc]
+    backends = {f"ours, {backend}": backend for backend in settings.backends}
+    builders |= {each: partial(Together, model, ids, backend) for each, backend in backends.items()}
 
-    def prepared(entry: Entry) -> Run:
-        backend, build = builders[entry.name]
-        check_step(settings, entry.name, backend)
-        run = build()
-        run()
-        return run
+    def check(contender: str) -> float:
+        return check_step(settings, contender, backends.get(contender))
 
-    named = [model_entry(each, mine=backend is not None) for each, (backend, _) in builders.items()]
-    cases = able(findings, named, f"{name} step, {adapters} x {length}, {dtype_name(dtype)}", prepared)
+    about = {"name": f"{name} training step", "layers": layers, "rows": adapters * length}
+    about |= {"adapters": adapters, "ranks": ranks, "layout": "balanced"}
     rounds = min(settings.rounds, ROUNDS)
-    results = timed(cases, lambda: None, {}, settings, steady=True, rounds=rounds)
-    for each in results.values():
+    row = whole_row(about, builders, check, lambda: None, None, dtype, settings, findings, rounds)
+    for each in row["contenders"].values():
         each["tokens_per_second"] = adapters * length / each["seconds"]
-    return {
-        "name": f"{name} training step",
-        "layers": layers,
-        "rows": adapters * length,
-        "adapters": adapters,
-        "ranks": ranks,
-        "layout": "balanced",
-        "dtype": dtype_name(dtype),
-        "dropout": settings.dropout,
-        "contenders": results,
-    }
+    return row

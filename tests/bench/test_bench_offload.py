@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from mlora.offload.planner.machine import Machine
-from mlora.offload.planner.search import Case
-from mlora.offload.planner.workload import Block, OffloadWorkload
 
 LIMIT = 64 << 20
 
@@ -182,7 +179,7 @@ def test_efficiency_and_the_bound_on_the_ratio_to_naive(module: Any) -> None:
 
 
 def test_losses_are_equal_whenever_weights_are_updated(module: Any, tmp_path: Path) -> None:
-    gradients, models = module("optimizer"), module("full_model")
+    gradients, models = module("optimizer"), module("base")
     ids = models.random_tokens(16, tiny().vocabulary)
     losses = {}
     for name, how in gradients.CONTENDERS.items():
@@ -199,8 +196,8 @@ def test_losses_are_equal_whenever_weights_are_updated(module: Any, tmp_path: Pa
 
 
 def test_swapped_and_recomputed_blocks_give_the_same_bits(module: Any, tmp_path: Path) -> None:
-    models = module("full_model")
-    swapping = module("swapping").Swapping(models.random_llama(tiny()), tmp_path)
+    models = module("base")
+    swapping = module("swap").Swapping(models.random_llama(tiny()), tmp_path)
     ids = models.random_tokens(512, tiny().vocabulary)
     sizes = swapping.bytes_of_blocks(ids)
     plans = (["keep"] * 3, ["recompute"] * 3, ["recompute", "swap", "swap"])
@@ -210,27 +207,6 @@ def test_swapped_and_recomputed_blocks_give_the_same_bits(module: Any, tmp_path:
     assert len({(one.loss, one.gradient) for one in found}) == 1
     assert found[0].gradient != 0
     assert written == sum(sizes[1:]) > 0
-
-
-def watched() -> OffloadWorkload:
-    """Three blocks of 100 bytes; forward 3 s, backward 6 s, recomputation 3 s, head and loss 2 s."""
-    block = Block(inner_bytes=100, forward_seconds=1, backward_seconds=2, recompute_seconds=1)
-    return OffloadWorkload([block] * 3 + [Block(forward_seconds=2, backward_seconds=1e-9)], 16)
-
-
-def test_the_prediction_of_a_step_with_all_blocks_recomputed_is_the_sum_of_its_parts(module: Any) -> None:
-    swapping = module("swapping")
-    work = watched()
-    machine = Machine(1.0, read=1e6, write=1e6, one_memory=True, cores=2, compute_cores=1)
-    assert swapping.predicted(machine, work, swapping.plan_of(0, 3)) == pytest.approx(14)
-    assert swapping.predicted(machine, work, swapping.plan_of(3, 3)) == pytest.approx(11)
-
-
-@pytest.mark.parametrize(("rate", "case"), [(1e6, Case.COMPUTE), (30, Case.INFLECTION), (1, Case.TRANSFER)])
-def test_the_case_depends_on_the_disk(module: Any, rate: float, case: Case) -> None:
-    swapping = module("swapping")
-    work = watched()
-    assert swapping.case_of(Machine(1.0, read=rate, write=rate, one_memory=True), work) is case
 
 
 @pytest.mark.parametrize(("fits", "known"), [(5, 0), (5, 3), (0, 0), (9, 2)])
