@@ -34,7 +34,7 @@ BENCHMARKS = {
     "gpu-sanitize": ("gpu.sanitize", "nothing: checks GPU backends on odd shapes, also under sanitizers"),
     "gpu-overlap": ("gpu.pipeline_overlap", "copies beside kernels of two stages on one device"),
     "gpu-code": ("gpu.code_cuda", "nothing: registers and instructions of the CUDA kernels"),
-    "gpu-code-report": ("gpu.code_report", "nothing: the same of the Triton kernels, too"),
+    "gpu-code-report": ("gpu.code_triton", "nothing: the same of the Triton kernels, too"),
 }
 """Module, and what it measures, by name."""
 WORKERS = {"offload-worker": "offload.worker", "pipeline-worker": "pipeline.worker"}

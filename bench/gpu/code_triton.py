@@ -1,11 +1,18 @@
-"""Compile every Triton kernel ahead of time, with the very arguments that the launcher gives it.
+"""What the compilers made of the GPU kernels: registers, shared memory, spills, matrix instructions.
 
-No GPU is needed: launches of real calls are written down in place of being made, then compiled.
+    python -m bench gpu-code-report                    # Triton for sm_80 and sm_90; CUDA as it was built
+    python -m bench gpu-code-report --out FOLDER       # the same, written to FOLDER/machine-code.txt
+
+No GPU is needed: every Triton kernel is compiled ahead of time, with the very arguments that the launcher
+gives it; launches of real calls are written down in place of being made. Read with `cuobjdump`, of the CUDA
+toolkit or of the package triton.
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +21,7 @@ from typing import Any
 
 import torch
 import triton
+from shared import machine
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
@@ -25,6 +33,7 @@ from mlora_ext.backends import run
 from mlora_ext.backends.interface import Layer
 from mlora_ext.backends.triton import operator
 from mlora_ext.frozen.plain import PlainWeight
+from mlora_ext.library import LIBRARY
 
 KERNELS = ("shrink", "expand", "read_dy", "read_x", "reduce_rows", "reduce_gradients")
 ARCHITECTURES = (80, 90)
@@ -202,3 +211,48 @@ def report(
                 (code,) = code_cuda.kernels(file)
                 shared = max(code.shared_bytes, kernel.metadata.shared)
                 yield variant.name, replace(code, shared_bytes=shared, architecture=f"sm_{architecture}")
+
+
+HEADER = (
+    f"{'':6} {'kernel':24} {'version':34} {'target':>7} {'registers':>9} {'shared':>7} {'local':>5}  "
+    "matrix instructions"
+)
+
+
+def line(backend: str, version: str, kernel: code_cuda.Kernel) -> str:
+    """A row of the report; `local` is what was spilled, in bytes a thread."""
+    matrix = ", ".join(f"{count} {kind}" for kind, count in kernel.matrix.items())
+    return (
+        f"{backend:6} {kernel.name:24} {version:34} {kernel.architecture:>7} {kernel.registers:>9} "
+        f"{kernel.shared_bytes:>7} {kernel.local_bytes:>5}  {matrix}"
+    )
+
+
+def rows() -> Iterator[str]:
+    """All of it, line by line."""
+    info = machine.describe()
+    yield f"commit {info['commit']}, triton {triton.__version__}"
+    yield HEADER
+    for architecture in ARCHITECTURES:
+        for version, kernel in report(architecture):
+            yield line("triton", version, kernel)
+    for kernel in code_cuda.kernels(LIBRARY):
+        yield line("cuda", "", kernel)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="folder to write machine-code.txt into")
+    arguments = parser.parse_args()
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    warnings.simplefilter("ignore")
+    lines = []
+    try:
+        for text in rows():
+            lines.append(text)
+            print(text, flush=True)
+    except (OSError, RuntimeError) as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    if arguments.out:
+        (arguments.out / "machine-code.txt").write_text("\n".join(lines) + "\n")

@@ -10,10 +10,6 @@ RANKS = (8, 16, 32, 64)
 def balanced(rows: int, adapters: int) -> list[int]:
     """Rows of each adapter, as equal as they can be.
 
-    Args:
-        rows: of the batch, at least `adapters`.
-        adapters: how many.
-
     Raises:
         ValueError: if there are fewer rows than adapters.
     """
@@ -23,10 +19,6 @@ def balanced(rows: int, adapters: int) -> list[int]:
 
 def skewed(rows: int, adapters: int) -> list[int]:
     """Rows of each adapter in proportion to 1, 1/2, 1/3, ... (Zipf), at least one each, the longest first.
-
-    Args:
-        rows: of the batch, at least `adapters`.
-        adapters: how many.
 
     Raises:
         ValueError: if there are fewer rows than adapters.

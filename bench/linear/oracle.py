@@ -108,9 +108,6 @@ class Oracle:
     def check(self, entry: Entry) -> float:
         """Run a contender on the layer and compare; without dropout where it draws masks of its own.
 
-        Returns:
-            The relative error.
-
         Raises:
             WrongResult: if it is too large; names the contender.
         """

@@ -158,9 +158,6 @@ def measure(
         findings: what fails is added to them.
         part: `forward`, `backward` or `both`.
         steady: on a GPU, also take wall time back to back, which shows the share of launches.
-
-    Returns:
-        The row.
     """
     layer = shape.layer(settings)
     oracle = Oracle(layer)

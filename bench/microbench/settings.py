@@ -113,11 +113,7 @@ class Deadline:
         return time.monotonic() - self._begin
 
     def share(self, part: float) -> float | None:
-        """When a section that has this part of the time left must start no more rows.
-
-        Returns:
-            Seconds since the beginning; None: never.
-        """
+        """When a section that has this part of the time left must start no more rows."""
         if self._seconds is None:
             return None
         elapsed = self.elapsed
@@ -177,13 +173,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(program: str, about: str, sections: Iterable[str]) -> argparse.ArgumentParser:
-    """The command line.
-
-    Args:
-        program: its name.
-        about: what help says first.
-        sections: names of those that there are.
-    """
+    """The command line."""
     lines = argparse.RawDescriptionHelpFormatter
     found = Parser(prog=program, description=about, formatter_class=lines)
     add = found.add_argument

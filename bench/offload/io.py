@@ -86,12 +86,7 @@ def lay_out(path: Path, size: int) -> None:
 
 
 def fio(path: Path, size: int, way: str, block: str) -> float:
-    """Returns bytes per second of fio at queue depth 8, past the page cache.
-
-    Args:
-        way: `read` or `write`.
-        block: of each transfer, in fio's words.
-    """
+    """Returns bytes per second of fio at queue depth 8, past the page cache."""
     options = {
         "name": way,
         "filename": path,

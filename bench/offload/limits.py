@@ -136,13 +136,7 @@ def _compared(
 
 
 class Tried:
-    """Which models of a contender trained a step, by the number of blocks.
-
-    Args:
-        folder: of the model with the most blocks.
-        shape: of it.
-        how: the contender's placements.
-    """
+    """Which models of a contender trained a step, by the number of blocks."""
 
     def __init__(self, folder: Path, shape: ModelShape, how: Mapping[str, str]) -> None:
         self.found: dict[int, dict[str, Any]] = {}

@@ -86,11 +86,7 @@ class Remote:
         self._stack.close()
 
     def train(self, way: str) -> dict[str, Any]:
-        """Trains one step; returns its `seconds`, `processors` and `losses`.
-
-        Args:
-            way: what the process does; see its module.
-        """
+        """Trains one step; returns its `seconds`, `processors` and `losses`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(way + "\n")

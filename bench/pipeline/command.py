@@ -43,9 +43,6 @@ ALLOWED = 1e-5
 def run_place(place: Place) -> dict[str, Any]:
     """Run a place's job.
 
-    Returns:
-        What the results say of it.
-
     Raises:
         JobError: a process failed, or contenders do not compute the same.
     """

@@ -33,13 +33,7 @@ Ranks = Sequence[Mapping[str, Any]]
 
 
 def row_of(case: Case, turns: Sequence[Ranks], rows: int) -> dict[str, Any]:
-    """One contender's numbers: medians over its turns.
-
-    Args:
-        case: what it was.
-        turns: the timed ones.
-        rows: tokens of a micro-batch.
-    """
+    """One contender's numbers: medians over its turns."""
     each = [_numbers(case, ranks, rows) for ranks in turns]
     row = {key: _median([one[key] for one in each]) for key in each[0]}
     row |= {"spread": spread([one["seconds"] for one in each]), "turns": len(each)}
@@ -199,9 +193,6 @@ def worst_difference(turns: Sequence[tuple[Case, Ranks]]) -> float:
 
     Losses of all steps count; those behind an update show whether the gradients were the same ones, but for a
     constant factor, which AdamW does not see. Micro-batches are compared where N is the same.
-
-    Returns:
-        It; infinite where a loss is no number.
 
     Raises:
         ValueError: contenders of the same N have no micro-batch behind an update in common.

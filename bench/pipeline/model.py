@@ -67,14 +67,7 @@ class Choice:
 
 
 class LoRALinear(nn.Module):
-    """`y = x·Wᵀ + (x·Aᵀ)·Bᵀ` with the A and B of the chosen adapter; alpha = r.
-
-    Args:
-        base: W, frozen.
-        rank: of every adapter.
-        adapters: how many; 0 = none on this layer.
-        choice: which one.
-    """
+    """`y = x·Wᵀ + (x·Aᵀ)·Bᵀ` with the A and B of the chosen adapter; alpha = r."""
 
     def __init__(self, base: nn.Linear, rank: int, adapters: int, choice: Choice) -> None:
         super().__init__()
@@ -92,12 +85,7 @@ class LoRALinear(nn.Module):
 
 
 class Model(nn.Module):
-    """Consecutive decoder layers, with the embedding before the first and the head behind the last.
-
-    Args:
-        shape: of the model.
-        adapters: on it.
-    """
+    """Consecutive decoder layers, with the embedding before the first and the head behind the last."""
 
     def __init__(self, shape: Shape, adapters: int) -> None:
         super().__init__()
@@ -129,12 +117,7 @@ class Model(nn.Module):
         self.register_buffer("sin", sin)
 
     def cut(self, stage: int, stages: int) -> Model:
-        """The part of a stage, as a copy; stages have equally many decoder layers.
-
-        Args:
-            stage: from 0.
-            stages: D.
-        """
+        """The part of a stage, as a copy; stages have equally many decoder layers."""
         each = len(self.layers) // stages
         part = copy.copy(self)
         part._modules = dict(self._modules)
@@ -146,12 +129,7 @@ class Model(nn.Module):
         return copy.deepcopy(part)
 
     def forward(self, given: Tensor, *, adapter: Tensor | int | None = None, **_: Any) -> Tensor:
-        """Ids `[sequences, length]` or hidden states to hidden states or logits.
-
-        Args:
-            given: of the stage before, or ids.
-            adapter: whose they are; None = as chosen.
-        """
+        """Ids `[sequences, length]` or hidden states to hidden states or logits."""
         if adapter is not None:
             self.choice.adapter = int(adapter if isinstance(adapter, int) else adapter[0])
         hidden = given if self.embedding is None else self.embedding(given)
@@ -172,12 +150,7 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 class Trained:
-    """The adapters of a module: their parameters, AdamW for each, and what they began with.
-
-    Args:
-        module: the whole model, or a stage.
-        adapters: on it.
-    """
+    """The adapters of a module: their parameters, AdamW for each, and what they began with."""
 
     def __init__(self, module: nn.Module, adapters: int) -> None:
         found = dict(module.named_parameters())

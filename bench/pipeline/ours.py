@@ -30,17 +30,7 @@ class Learner(Protocol):
 
 
 class Ours:
-    """One process's stage; a new pipeline over the same links for each turn.
-
-    Args:
-        case: what it runs.
-        module: the stage.
-        trained: its adapters.
-        batch: ids of a micro-batch.
-        loss: `(output, ids) -> scalar` of the last stage.
-        neighbours: the links.
-        place: stage and D.
-    """
+    """One process's stage; a new pipeline over the same links for each turn."""
 
     def __init__(
         self,
@@ -164,12 +154,7 @@ class _Feed:
 
 
 class SleepingStage(nn.Module):
-    """Sleeps in forward and in backward, and hands its input on.
-
-    Args:
-        forward: seconds.
-        backward: seconds.
-    """
+    """Sleeps in forward and in backward, and hands its input on."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()

@@ -49,16 +49,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Whole:
-    """A way in which every process runs all layers.
-
-    Args:
-        case: what it runs.
-        model: all layers, changed in place.
-        adapters: on the model.
-        batch: ids of a micro-batch.
-        loss: `(logits, ids) -> scalar`.
-        mesh: of all processes.
-    """
+    """A way in which every process runs all layers."""
 
     def __init__(
         self, case: Case, model: Model, adapters: int, batch: Batch, loss: Loss, mesh: DeviceMesh
@@ -286,17 +277,7 @@ class TracedStage(PipelineStage):
 
 
 class TorchPipeline:
-    """One process's stage.
-
-    Args:
-        case: what it runs.
-        module: the stage.
-        trained: its adapters.
-        batch: ids of a micro-batch.
-        loss: `(output, ids) -> scalar`.
-        group: of all processes, for it alone.
-        place: stage and D.
-    """
+    """One process's stage."""
 
     def __init__(
         self,

@@ -75,12 +75,7 @@ class Turn:
 
 
 def rounds(case: Case, steps: int) -> Iterator[tuple[int, int]]:
-    """Adapter and step of each optimizer step, one after the other.
-
-    Args:
-        case: what to run.
-        steps: of each adapter.
-    """
+    """Adapter and step of each optimizer step, one after the other."""
     if case.tasks:
         yield from ((adapter, step) for adapter in range(case.adapters) for step in range(steps))
     else:
@@ -139,11 +134,7 @@ class Place:
 
 
 def place_of(result: Mapping[str, Any]) -> Place:
-    """The place that a result is of.
-
-    Args:
-        result: one of the places of `pipeline.json`.
-    """
+    """The place that a result is of."""
     return Place(
         result["name"],
         result["stages"],
@@ -156,13 +147,7 @@ def place_of(result: Mapping[str, Any]) -> Place:
 
 
 def places(sections: Sequence[str], *, quick: bool, repeats: int | None = None) -> list[Place]:
-    """The jobs that some sections need.
-
-    Args:
-        sections: their names.
-        quick: tiny sizes, one turn.
-        repeats: turns of each contender; default: `TURNS`.
-    """
+    """The jobs that some sections need."""
     scale, shape = (1, TINY) if quick else (2, REAL)
     turns = dict.fromkeys(TURNS, repeats or 1) if repeats or quick else TURNS
     found = []
@@ -235,24 +220,13 @@ def throughput_cases(scale: int, *, everything: bool, quick: bool) -> list[Case]
 
 
 def overlap_cases(without: str, steps: int, adapters: int = ADAPTERS) -> list[Case]:
-    """LoRAPP at L = 2D, without and with delays on the links.
-
-    Args:
-        without: name of the case without.
-        steps: of each adapter in a turn.
-        adapters: L.
-    """
+    """LoRAPP at L = 2D, without and with delays on the links."""
     base = Case(without, "ours", "lorapp", adapters, steps=steps)
     return [base, *(replace(base, name=f"{without}, delay {each} T_f", delay=each) for each in DELAYS)]
 
 
 def task_cases(steps: int, counts: Sequence[int]) -> list[Case]:
-    """Tasks at once by LoRAPP, and one after the other by the flushed schedules.
-
-    Args:
-        steps: of each task.
-        counts: of tasks.
-    """
+    """Tasks at once by LoRAPP, and one after the other by the flushed schedules."""
     cases = []
     for count in counts:
         base = Case("", "ours", adapters=count, micro_batches=4, steps=steps, tasks=True)

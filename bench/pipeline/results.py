@@ -162,12 +162,7 @@ def tasks(rows: Rows) -> Lines:
 
 
 def lines_of(sections: Sequence[str], found: Sequence[tuple[Place, Rows]]) -> Lines:
-    """Everything that follows.
-
-    Args:
-        sections: that were asked for.
-        found: the rows of each place.
-    """
+    """Everything that follows."""
     lines: Lines = []
     for place, rows in found:
         real = place.name == "real"

@@ -38,13 +38,6 @@ class JobError(Exception):
 def run_job(job: dict[str, Any], processes: int) -> Results:
     """Run a job on this machine.
 
-    Args:
-        job: as `worker.py` reads it.
-        processes: how many.
-
-    Returns:
-        What each of them wrote.
-
     Raises:
         JobError: one of them failed.
     """
@@ -61,9 +54,6 @@ def run_network_job(job: dict[str, Any], rate: str) -> Results:
     Args:
         job: as `worker.py` reads it.
         rate: of the link in each direction, in the words of `tc`.
-
-    Returns:
-        What each of them wrote.
 
     Raises:
         JobError: the namespaces cannot be made, or a process failed.
@@ -110,9 +100,6 @@ def why_no_network() -> str:
 @contextmanager
 def joined_namespaces(rate: str) -> Iterator[list[list[str]]]:
     """Two network namespaces, joined by a veth pair that is shaped at both ends.
-
-    Args:
-        rate: of each direction, in the words of `tc`.
 
     Yields:
         For each, what to put before a command that shall run in it.

@@ -31,11 +31,7 @@ WAYS = {
 
 
 def must_lines(data: Data) -> list[Target]:
-    """Returns what was asked for, and what was found, in percent; windowed models are not judged.
-
-    Args:
-        data: a result, of one part or both.
-    """
+    """Returns what was asked for, and what was found, in percent; windowed models are not judged."""
     found = []
     if "overhead" in data:
         part = data["overhead"]

@@ -36,15 +36,7 @@ def sizes(quick: bool) -> tuple[Shape, Work, int, int]:
 
 
 def run(folder: Path, *, quick: bool) -> dict[str, Any]:
-    """Time the scheduler where all tasks fit, and where some wait.
-
-    Args:
-        folder: for models, data and runs.
-        quick: tiny sizes.
-
-    Returns:
-        What the result holds of it.
-    """
+    """Time the scheduler where all tasks fit, and where some wait."""
     shape, work, turns, iterations = sizes(quick)
     base = folder / "base"
     shape.make().save_pretrained(base)

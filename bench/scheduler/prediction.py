@@ -47,15 +47,7 @@ Predictor = tuple[Callable[[Sample_], None], Callable[[Mapping[str, Sequence[int
 
 
 def run(folder: Path, *, quick: bool) -> dict[str, Any]:
-    """Measure and predict, of each model with and without gradient checkpointing.
-
-    Args:
-        folder: for models and data.
-        quick: two small models, few points.
-
-    Returns:
-        What the result holds of it.
-    """
+    """Measure and predict, of each model with and without gradient checkpointing."""
     shapes = (Shape(64, 2, 300), Shape(64, 2, 300, window=24)) if quick else (*SHAPES, WINDOWED)
     work = Work(3, 2, 8, 60, steps=20, samples=16) if quick else WORK
     points, unseen, orders = (4, 4, 2) if quick else (POINTS, UNSEEN, ORDERS)
@@ -199,13 +191,7 @@ def together(lengths: Mapping[str, Sequence[int]]) -> list[int]:
 
 
 def by_estimate(estimate: MemoryEstimate, seeded: Mapping[str, Any], names: Sequence[str]) -> Predictor:
-    """As a run predicts: the library's estimate, seeded by dry runs; each point is adopted at once.
-
-    Args:
-        estimate: begins anew.
-        seeded: its state after the dry runs.
-        names: of all tasks.
-    """
+    """As a run predicts: the library's estimate, seeded by dry runs; each point is adopted at once."""
     estimate.load_state(seeded)
 
     def observe(sample: Sample_) -> None:
@@ -216,11 +202,7 @@ def by_estimate(estimate: MemoryEstimate, seeded: Mapping[str, Any], names: Sequ
 
 
 def by_phases(knees: Sequence[int | None]) -> Predictor:
-    """The same fits of the phases, from measurements alone.
-
-    Args:
-        knees: as the dry runs name them.
-    """
+    """The same fits of the phases, from measurements alone."""
     model = PeakModel(knees)
 
     def predict(lengths: Mapping[str, Sequence[int]]) -> float:

@@ -160,9 +160,6 @@ def random_lengths(count: int, work: Work, seed: int, names: Sequence[str]) -> l
         work: lengths from its shortest to its longest, one sequence to `batch` ones of a task.
         seed: of the draw.
         names: the tasks, all of which take part in each.
-
-    Returns:
-        The lengths of each micro-batch by task.
     """
     draw = random.Random(seed)
     found = []
@@ -219,9 +216,6 @@ class Iteration:
 class Stopwatch:
     """Times methods of single objects, by iterations.
 
-    Args:
-        clock: of seconds.
-
     Attributes:
         iterations: those that have begun.
     """
@@ -244,12 +238,7 @@ class Stopwatch:
         self._now = None
 
     def time(self, owner: Any, method: str) -> None:
-        """Let an object's method be timed from now on; its class stays as it is.
-
-        Args:
-            owner: of the method.
-            method: its name, under which its seconds are counted.
-        """
+        """Let an object's method be timed from now on; its class stays as it is."""
         run = getattr(owner, method)
 
         def timed(*arguments: Any, **named: Any) -> Any:
@@ -330,11 +319,6 @@ def median_of(iterations: Sequence[Iteration], name: str) -> float:
 
 def ratios(turns: Mapping[str, Sequence[Sequence[Iteration]]], over: str, under: str) -> dict[str, float]:
     """Seconds of one run's steps over another's, step by step of the same turns, which train the same rows.
-
-    Args:
-        turns: of each run.
-        over: name of the one.
-        under: of the other.
 
     Returns:
         The `median` of the ratios, and their interquartile range as `spread`.
@@ -480,12 +464,7 @@ class TurnRun:
         return len(self._prepared.table.admission.slots)
 
     def turn(self, iterations: int, *, decide: bool = True) -> None:
-        """Go on for some iterations, with a checkpoint behind them, which is not timed.
-
-        Args:
-            iterations: how many; those that decide come on top.
-            decide: let somebody ask for something in the middle.
-        """
+        """Go on for some iterations, with a checkpoint behind them, which is not timed."""
         self._left, self._ask_at = iterations, iterations // 2 if decide else -1
         self._caught = []
         self._loop.train(self._caught)

@@ -109,9 +109,6 @@ def take_turns(
         rounds: timed turns of each.
         warm_up: rounds before.
         device: what they run on.
-
-    Returns:
-        Medians by name.
     """
     clock = clock_for(device)
     turns: dict[str, list[tuple[float, ...]]] = {name: [] for name in cases}

@@ -8,8 +8,7 @@ before the first and after the last step, checkpoints and saved adapters. PEFT i
 to the last saved adapter, in its fastest plain form: SDPA, fused AdamW, no padding (all sequences are equally
 long), evaluated as often, without checkpoints. Both begin with the same weights and see the same batches, so
 that the losses after the last step, and with them the ranking, must be the same. They take turns; a ratio is
-taken within each turn. A third run, with a pruner, shows what evaluations cost and
-pruning saves; nothing is judged of it.
+taken within each turn.
 """
 
 from __future__ import annotations
@@ -68,24 +67,13 @@ def write_data(path: Path, count: int, seed: int) -> None:
             file.write(json.dumps({"input_ids": ids}) + "\n")
 
 
-def sweep_config(
-    folder: Path, output: str, steps: int, *, eval_steps: int | None = None, **changes: Any
-) -> RunConfig:
-    """The grid of all learning rates and ranks.
-
-    Args:
-        folder: with the base model and the data.
-        output: the run's folder.
-        steps: of each trial.
-        eval_steps: how often it is evaluated between its first and its last one.
-        changes: of the sweep.
-    """
+def sweep_config(folder: Path, steps: int) -> RunConfig:
+    """The grid of all learning rates and ranks, over the base and the data of a folder."""
     adapter = {
         "dataset": "train",
         "eval_dataset": "held-out",
         "per_device_train_batch_size": SEQUENCES,
         "max_steps": steps,
-        "eval_steps": eval_steps,
         "save_steps": steps // 2,
         "lora": {"lora_alpha": 16, "target_modules": "all-linear"},
     }
@@ -93,12 +81,12 @@ def sweep_config(
     sweep = {"sampler": "grid", "places": PLACES, "adapter": adapter, "search": search}
     data = {
         "base_model": "base",
-        "output_dir": output,
+        "output_dir": "sweep",
         "device": "cpu",
         "datasets": [
             {"name": name, "path": f"{name}.jsonl", "format": "tokens"} for name in ("train", "held-out")
         ],
-        "sweep": sweep | changes,
+        "sweep": sweep,
     }
     return resolve_config(data, folder=folder)
 
@@ -202,9 +190,7 @@ def turns_of(folder: Path, steps: int, turns: int) -> Found:
     save_base(folder / "base")
     write_data(folder / "train.jsonl", 256, 1)
     write_data(folder / "held-out.jsonl", 32, 2)
-    config = sweep_config(folder, "sweep", steps)
-    pruning: dict[str, Any] = {"pruner": "median", "pruner_kwargs": {"n_startup_trials": PLACES}}
-    pruned = sweep_config(folder, "pruned", steps, eval_steps=steps // 10, **pruning) if steps >= 40 else None
+    config = sweep_config(folder, steps)
     _, first = sweep(config)  # warms up, and says what the trials are
     tasks = tasks_of(config, first)
     save_starts(config, tasks, folder / "starts")
@@ -217,10 +203,6 @@ def turns_of(folder: Path, steps: int, turns: int) -> Found:
         comparison = compare(trials, losses)
         row = {"sweep_seconds": seconds, "peft_seconds": peft_seconds, "ratio": seconds / peft_seconds}
         row["others"] = others.share
-        if pruned:
-            row["pruned_seconds"], kept = sweep(pruned)
-            row["pruned_trials"] = sum(trial.state == "pruned" for trial in kept)
-            row["pruned_best"] = kept[0].name
         rows.append(row)
         print(f"turn {turn + 1}: {row}", flush=True)
     data = {"trials": len(tasks), "places": PLACES, "steps": steps, "sequences": SEQUENCES, "length": LENGTH}
