@@ -149,20 +149,29 @@ def available(backend: str, device: torch.device) -> str | None:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def number(text: str) -> float:
-    """A number, or NaN, which no range holds."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def argument(kind: type, what: str, accept: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """Returns what reads a number of the command line, or says what was expected."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan  # which no range holds
+        if not accept(value):
+            raise argparse.ArgumentTypeError(f"expected {what}, got {text}")
+        return value
+
+    return read
 
 
-def seconds(text: str) -> float:
-    """A time of the command line."""
-    value = number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected seconds, got {text}")
-    return value
+CORES = os.cpu_count() or 1
+seconds = argument(float, "seconds", lambda value: 0 <= value < math.inf)
+positive = argument(int, "an integer of at least 1", lambda value: value >= 1)
+probability = argument(float, "a probability with 0 <= p < 1", lambda value: 0 <= value < 1)
+threads = argument(
+    int, f"at least 1 and at most {CORES}, the processors of this machine", lambda value: 1 <= value <= CORES
+)
+"""More threads only wait for each other."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -195,32 +204,6 @@ def parser(program: str, about: str, sections: Iterable[str]) -> argparse.Argume
     add("--check", action="store_true", help="compare every contender at every shape that is timed")
     add("--quick", action="store_true", help="tiny sizes, few rounds")
     return found
-
-
-def positive(text: str) -> int:
-    """An integer of at least 1."""
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
-    return value
-
-
-def threads(text: str) -> int:
-    """As many as this machine has processors, at most: more only wait for each other."""
-    value, most = positive(text), os.cpu_count() or 1
-    if value > most:
-        raise argparse.ArgumentTypeError(
-            f"expected at most {most}, the processors of this machine, got {text}"
-        )
-    return value
-
-
-def probability(text: str) -> float:
-    """A number of at least 0 and below 1."""
-    value = number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a probability with 0 <= p < 1, got {text}")
-    return value
 
 
 def complete(options: argparse.Namespace) -> tuple[Settings, dict[str, str]]:

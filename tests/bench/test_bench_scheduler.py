@@ -59,15 +59,6 @@ def test_both_parts_run(bench_folder: Path, tmp_path: Path) -> None:
     assert "hidden 64, recomputed" in done.stdout
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("arguments", "expected"), [(["speed"], "invalid choice: 'speed'")])
-def test_what_is_refused(arguments: list[str], expected: str, bench_folder: Path) -> None:
-    command = [sys.executable, bench_folder / "__main__.py", "scheduler", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert expected in done.stderr
-
-
 class Work:
     """Moves a clock on."""
 
@@ -148,22 +139,6 @@ def test_ratios_are_of_the_same_steps(timers: ModuleType) -> None:
     turns["b"][1][0].rows = 11
     with pytest.raises(ValueError, match="expected steps of the same rows, got 10 and 11"):
         timers.ratios(turns, "a", "b")
-
-
-def test_lengths_are_drawn_alike_for_one_seed(bench_folder: Path) -> None:
-    setup = import_module("scheduler.run")
-    work = setup.Work(tasks=2, batch=3, shortest=5, longest=40, steps=1)
-    found = setup.random_lengths(12, work, 1, ["a", "b"])
-    assert found == setup.random_lengths(12, work, 1, ["a", "b"])
-    assert found != setup.random_lengths(12, work, 2, ["a", "b"])
-    assert all(5 <= n <= 40 for shape in found for own in shape.values() for n in own)
-    equal = [len({n for own in shape.values() for n in own}) == 1 for shape in found]
-    assert all(equal[3::4])
-    assert sum(equal) < 6
-    rows = setup.token_rows(work, 50, seed=3)
-    assert len(rows) == work.samples
-    assert max(map(len, rows)) == 40
-    assert {token for row in rows for token in row} <= set(range(3, 50))
 
 
 def truth(lengths: Sequence[int]) -> int:
