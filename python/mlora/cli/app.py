@@ -53,7 +53,7 @@ Stages = Annotated[
 ]
 Trace = Annotated[
     bool,
-    typer.Option("--trace", help="write what each stage did and when: trace.json, timeline.png, times.json"),
+    typer.Option("--trace", help="write what each stage did and when: trace.json, times.json"),
 ]
 Overrides = Annotated[
     list[str] | None,

@@ -89,18 +89,21 @@ def _is_callback(one: Any) -> bool:
 
 
 class Refusals:
-    """Raises whatever making a callback raises as a RunError: code of users may raise anything."""
+    """Raises whatever code of users or a library raises as a RunError: it may raise anything.
 
-    def __init__(self, where: str, hint: str = "") -> None:
-        self._where, self._hint = where, hint
+    `typed` names the class of the error, too.
+    """
+
+    def __init__(self, where: str, hint: str = "", *, typed: bool = True) -> None:
+        self._where, self._hint, self._typed = where, hint, typed
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise RunError(f"{self._where}: {reason}{self._hint}") from error
+            name = f"{type(error).__name__}: " if self._typed else ""
+            raise RunError(f"{self._where}: {name}{first_line(error)}{self._hint}") from error
 
 
 def _made(make: Callable[[], Any], where: str, hint: str = "") -> list[TrainerCallback]:

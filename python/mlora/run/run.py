@@ -53,8 +53,8 @@ def train(
         overwrite: replace an earlier run in ``output_dir``.
         reporter: receives the run's events; by default nothing is reported.
         member: this process's part in a pipeline over processes; this process must be stage 0.
-        trace: write what each stage did and when: ``trace.json`` for Perfetto, ``timeline.png``, and
-            ``times.json``, which ``mlora simulate --times`` reads.
+        trace: write what each stage did and when: ``trace.json`` for Perfetto, and ``times.json``,
+            which ``mlora simulate --times`` reads.
         callbacks: Transformers' ``TrainerCallback``s, which run for each adapter: classes, functions of an
             adapter's name that return a callback, several or None, or instances, which are copied.
 

@@ -216,10 +216,6 @@ class TaskTable:
         self.admission = admission
         for task in self.alive():
             if task.name in admission.slots:
-                if task.name not in adapters:
-                    raise RunError(
-                        f"{task.name}: cannot be restored: its checkpoint lacks adapters.{task.name}"
-                    )
                 restore_adapter(self.engine, task, admission.slots[task.name], adapters[task.name])
         if self.memory is not None:  # else those that are not admitted are about to be
             self._tell_who_waits()

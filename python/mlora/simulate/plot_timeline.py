@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 Colour = tuple[float, float, float]
 
 FEW_STREAMS = 9
-_LONGEST_NAME = 22  # characters of a stream's name
 IDLE = "#ededed"
 OTHERS = {OPTIMIZER: ("#222222", "optimizer step"), EVALUATION: ("#8d7b68", "evaluation")}
 
@@ -32,14 +31,12 @@ def plot_timeline(
     *,
     window: Window | None = None,
     until: float | None = None,
-    names: Sequence[str] = (),
 ) -> None:
     """Draws the work of each stage over time into a PNG file, and how much of the window each one works.
 
     Args:
         window: the steady window.
         until: seconds at which the picture ends; default: with the last event.
-        names: the streams' names, by number; default: the numbers.
 
     Raises:
         RunError: the file cannot be written.
@@ -78,7 +75,7 @@ def plot_timeline(
         axes.text(1.005, 1.01, "busy", transform=axes.transAxes, fontsize=8, va="bottom")
     if window:
         _mark(axes, window.begin - first, window.end - first)
-    _legend(axes, names, colours, {event.kind for event in shown})
+    _legend(axes, colours, {event.kind for event in shown})
     save_figure(path, figure)
 
 
@@ -142,7 +139,7 @@ def _mark(axes: Axes, begin: float, end: float) -> None:
         axes.text(begin, 1.01, text, transform=axes.get_xaxis_transform(), fontsize=8, va="bottom")
 
 
-def _legend(axes: Axes, names: Sequence[str], colours: Mapping[int, Colour], kinds: set[str]) -> None:
+def _legend(axes: Axes, colours: Mapping[int, Colour], kinds: set[str]) -> None:
     from matplotlib.patches import Patch
 
     grey = (0.35, 0.35, 0.35)
@@ -157,10 +154,7 @@ def _legend(axes: Axes, names: Sequence[str], colours: Mapping[int, Colour], kin
         handles.append(Patch(color=colours[streams[0]], label="numbers: micro-batches"))
     else:
         for stream in streams if len(streams) <= FEW_STREAMS else (streams[0], streams[-1]):
-            label = f"{stream}: {names[stream]}" if names else f"stream {stream}"
-            longest = _LONGEST_NAME + len(f"{stream}: ")
-            label = label if len(label) <= longest else f"{label[: longest - 1]}…"
-            handles.append(Patch(color=colours[stream], label=label))
+            handles.append(Patch(color=colours[stream], label=f"stream {stream}"))
     axes.figure.legend(
         handles=handles, loc="outside lower center", ncols=min(len(handles), 8), fontsize=7.5, frameon=False
     )

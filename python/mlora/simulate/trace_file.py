@@ -1,10 +1,9 @@
-"""Files made of a pipeline's trace: for Perfetto, a picture, and times for `mlora simulate`."""
+"""Files made of a pipeline's trace: for Perfetto, and times for `mlora simulate`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,15 +12,13 @@ import numpy as np
 
 from mlora.pipeline.actions import ActionType
 from mlora.pipeline.trace import BESIDE, ROLES, Entry, Span
-from mlora.simulate.measures import Window, measure
-from mlora.simulate.plot_timeline import plot_timeline
+from mlora.simulate.measures import measure
 from mlora.simulate.stage_times import MeasuredLink, MeasuredStage, StageTimes
 from mlora.simulate.timeline import EVALUATION, Event, Timeline
 from mlora.store.disk import write_file
 
 SPANS = 1 << 17  # per stage; the latest ones are kept
 _KINDS = {"forward": ActionType.FORWARD, "backward": ActionType.BACKWARD}
-_SHOWN = 60  # micro-batches in the picture, from the begin of the steady window
 
 
 class TraceFiles:
@@ -54,7 +51,7 @@ class TraceFiles:
         self.streams = list(dict.fromkeys(entry.stream for entry in self._whole))
 
     def write(self, folder: Path) -> str:
-        """Writes `trace.json`, `timeline.png`, `times.json`; returns the bubble and the files in one line.
+        """Writes `trace.json` and `times.json`; returns the bubble and the files in one line.
         If no micro-batch was traced through all stages, only `trace.json` is written. Raises RunError if a
         file cannot be written."""
         files = [folder / "trace.json"]
@@ -62,11 +59,9 @@ class TraceFiles:
         timeline = self.timeline()
         bubble = "no micro-batch passed all stages"
         if timeline:
-            measures = measure(timeline)
-            bubble = measures.bubbles("trace")
-            files += [folder / "timeline.png", folder / "times.json"]
-            self._draw(files[1], timeline, measures.window, bubble)
-            _write_json(files[2], self.times(timeline).model_dump())
+            bubble = measure(timeline).bubbles("trace")
+            files.append(folder / "times.json")
+            _write_json(files[1], self.times(timeline).model_dump())
         return f"{bubble}; {', '.join(map(str, files))}"
 
     def timeline(self) -> Timeline | None:
@@ -121,22 +116,6 @@ class TraceFiles:
 
     def _seconds(self, nanoseconds: int) -> float:
         return (nanoseconds - self._zero) / 1e9
-
-    def _draw(self, path: Path, timeline: Timeline, window: Window | None, bubble: str) -> None:
-        """Draws the first micro-batches of the steady window or, without a window, of the trace."""
-        events = timeline.events
-        begin = window.begin if window else events["begin"].min()
-        first = np.sort(events["begin"][(events["stage"] == 0) & (events["begin"] >= begin)])
-        until = first[min(2 * _SHOWN, len(first) - 1)] if len(first) else events["end"].max()
-        chosen = (events["end"] > begin) & (events["begin"] <= until)
-        shown = events[chosen] if chosen.any() else events
-        title = f"{timeline.stages} stages, measured; {bubble}"
-        if len(self._stages) > self._count:
-            title = f"the first of {len(self._stages) // self._count} pipelines: {title}"
-        if len(shown) < len(events):
-            part, whole = (each["end"].max() - each["begin"].min() for each in (shown, events))
-            title += f"; shown: {part:.3g} of {whole:.3g} s"
-        plot_timeline(path, replace(timeline, events=shown), title, names=self.streams)
 
     def _perfetto(self) -> list[Mapping[str, Any]]:
         """Returns events in Chrome's trace format: a process per stage, a thread for each track."""

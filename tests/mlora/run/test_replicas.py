@@ -67,7 +67,6 @@ def test_two_pipelines_train_as_one_device_and_go_on_on_one(
     assert codes == [0] * 4, errors
     run = tmp_path / "run"
     assert_same_run(run, alone)
-    assert (run / "timeline.png").is_file()
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert (config["pipeline"]["stages"], config["pipeline"]["replicas"]) == (2, 2)
     # as if it had been killed: the last checkpoint is before the end of some adapters

@@ -49,7 +49,7 @@ def test_a_timeline_and_times_of_known_spans(tmp_path: Path) -> None:
     assert measures.makespan == pytest.approx(53e-3)
     assert measures.makespan_bubble_ratio == pytest.approx(1 - (4 * 6 + 2) / (2 * 53))  # evaluation is work
     line = files.write(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "timeline.png", "times.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "times.json"}
     assert line.startswith("bubble ")
     assert " 75.5% of the whole trace; " in line
     assert files.streams == ["b", "a"]
@@ -92,7 +92,7 @@ def test_a_run_writes_its_trace(tiny_base: Path, tmp_path: Path) -> None:
     config = load_config(path, ["pipeline.stages=2"])
     train(config, trace=True)
     run = tmp_path / "run"
-    assert {"trace.json", "timeline.png", "times.json"} <= {file.name for file in run.iterdir()}
+    assert {"trace.json", "times.json"} <= {file.name for file in run.iterdir()}
     assert len(read_times(run / "times.json").stages) == 2
     with pytest.raises(RunError, match="is not empty"):
         train(config)

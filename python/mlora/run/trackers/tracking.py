@@ -11,7 +11,8 @@ from typing import Any
 
 from mlora.config.run_config import RunConfig
 from mlora.config.tracking import missing_packages
-from mlora.errors import RunError, first_line
+from mlora.errors import RunError
+from mlora.run.callback_factory import Refusals
 from mlora.run.reporter import Reporter, logs_of
 from mlora.run.trackers.background import PATIENCE, Background
 from mlora.run.trackers.tracked_runs import Kind, TrackedRuns, kind_of
@@ -49,27 +50,11 @@ def open_trackers(config: RunConfig, folder: Path) -> dict[str, Tracker]:
 
 
 def _opened(name: str, group: TrackedGroup) -> Tracker:
-    with _Refusals(name):
+    go_on = "; put that right, or go without by --set report_to=none"
+    with Refusals(f"report_to: {name}", go_on, typed=False):
         module = import_module(f"mlora.run.trackers.{name}")
         tracker: Tracker = getattr(module, _CLASSES[name])(group)
     return tracker
-
-
-class _Refusals:
-    """Raises whatever a tracker raises before training as a RunError; libraries may raise anything."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            raise RunError(
-                f"report_to: {self._name}: {first_line(error)}; put that right, or go without by "
-                "--set report_to=none"
-            ) from error
 
 
 class Tracking(Reporter):
