@@ -78,7 +78,7 @@ def phases(kit: Path, processes: int) -> Iterator[Phase]:
     tests = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # so that cuBLAS repeats its bits
     parallel = f"-n {processes}" if processes > 1 else ""
     plain = "not nightly and not gpu"
-    some = pytest("tests/ext/test_segments.py", marks=plain)
+    some = pytest("tests/ext/test_reference.py", marks=plain)
     yield Phase(
         "libraries", 60, "checks.log", "libraries: .*",
         "-m bench gpu-kit --install {kit}", "-m bench gpu-kit --load",

@@ -1,13 +1,16 @@
-"""Mixtures of experts: the layers and parameters that PEFT targets."""
+"""Experts, as layers or as parameters: what PEFT targets, and each row meets its sample's adapter."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, token_ids
+from models import VOCABULARY, by_peft_key, copy_weights, peft_model, token_ids, trained_parameters
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from tolerances import assert_same_up_to_rounding
+from torch import Tensor, nn
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
@@ -16,9 +19,13 @@ from transformers import (
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
 )
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersExperts
 
 import mlora_ext as mx
+from mlora_ext.convert import selected_rows
 
 _SHAPE = {
     "hidden_size": 32,
@@ -168,3 +175,187 @@ def test_models_that_add_no_routers_loss_are_served() -> None:
     model(token_ids(2, 5), labels=torch.tensor([0, 1]), adapter_names=["a", "b"]).loss.backward()
     for name in "ab":
         assert all(parameter.grad is not None for parameter in mx.adapter_parameters(model, name).values())
+
+
+NAMES = ["b", "a", "__base__", "a"]
+SIZES: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "vocab_size": 40}
+LAYERS: dict[str, Any] = {
+    "num_layers": 2,
+    "num_sparse_encoder_layers": 2,
+    "num_decoder_layers": 1,
+    "num_sparse_decoder_layers": 1,
+}
+
+
+def switch() -> nn.Module:
+    still = {"dropout_rate": 0.0, "router_jitter_noise": 0.0, "expert_capacity": 3}
+    config = SwitchTransformersConfig(**SIZES, **LAYERS, **still, num_experts=4, initializer_factor=1.0)
+    return SwitchTransformersForConditionalGeneration(config).eval()
+
+
+def lora(dropout: float = 0.0) -> dict[str, LoraConfig]:
+    return {
+        "a": LoraConfig(r=4, target_modules=["wi", "wo", "q"], lora_dropout=dropout),
+        "b": LoraConfig(r=6, target_modules="all-linear", lora_dropout=dropout),
+    }
+
+
+def batch() -> dict[str, Tensor]:
+    return {key: torch.randint(2, 40, (4, n)) for key, n in (("input_ids", 7), ("decoder_input_ids", 4))}
+
+
+def rows(given: dict[str, Tensor], places: list[int]) -> dict[str, Tensor]:
+    return {key: value[places] for key, value in given.items()}
+
+
+@pytest.fixture
+def fp64() -> Iterator[None]:
+    """For gradients: in fp32 a router's choice between two experts may hang on rounding."""
+    with mx.use_backend("reference"):
+        yield
+
+
+@pytest.mark.usefixtures("fp64")
+def test_as_peft_for_each_adapter_alone() -> None:
+    base, given = switch().double(), batch()
+    assert sum(isinstance(part, SwitchTransformersExperts) for part in base.modules()) >= 3
+    peft, ours = peft_model(base, lora()), mx.convert_model(copy.deepcopy(base), lora())
+    copy_weights(peft, ours, lora())
+    mixed = ours(**given, adapter_names=NAMES).logits
+    mixed.square().mean((1, 2)).sum().backward()
+    for name, places in {"a": [1, 3], "b": [0]}.items():
+        peft.set_adapter(name)
+        alone = peft(**rows(given, places)).logits
+        alone.square().mean((1, 2)).sum().backward()
+        assert_same_up_to_rounding(mixed[places].detach(), alone.detach(), name)
+        state = trained_parameters(peft)
+        for key, parameter in by_peft_key(ours, name).items():
+            theirs = state[key].grad
+            assert (parameter.grad is None) == (theirs is None), key
+            if theirs is not None:
+                assert_same_up_to_rounding(parameter.grad, theirs, key)
+    assert not ours.mlora_router.selected
+
+
+@pytest.mark.usefixtures("fp64")
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_alone_as_together_with_dropout(checkpointed: bool) -> None:
+    model, given = mx.convert_model(switch().double(), lora(0.4)).train(), batch()
+    for name in "ab":
+        for parameter in mx.adapter_parameters(model, name).values():
+            parameter.data.normal_(std=0.2)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+
+    def trained(places: list[int], name: str) -> tuple[Tensor, dict[str, Tensor | None]]:
+        model.mlora_router.step = 3
+        model.zero_grad()
+        logits = model(**rows(given, places), adapter_names=[NAMES[place] for place in places]).logits
+        logits.square().mean((1, 2)).sum().backward()
+        return logits.detach(), {key: p.grad for key, p in mx.adapter_parameters(model, name).items()}
+
+    for name, places in {"a": [1, 3], "b": [0]}.items():
+        (together, mixed), (alone, own) = trained([0, 1, 2, 3], name), trained(places, name)
+        assert_same_up_to_rounding(together[places], alone, name)
+        for key, gradient in own.items():
+            assert (gradient is None) == (mixed[key] is None), key
+            if gradient is not None:
+                assert_same_up_to_rounding(mixed[key], gradient, key)
+
+
+def test_an_error_inside_leaves_nothing_behind() -> None:
+    model, given = mx.convert_model(switch(), lora()), batch()
+    expected = model(**given, adapter_names=NAMES).logits
+    inside = next(part for part in model.modules() if isinstance(part, SwitchTransformersExperts))
+    broken = [part.register_forward_hook(lambda *_: 1 / 0) for part in inside.values()]
+    with pytest.raises(ZeroDivisionError):
+        model(**given, adapter_names=NAMES)
+    assert not model.mlora_router.selected
+    for handle in broken:
+        handle.remove()
+    for other in (model, copy.deepcopy(model)):
+        assert torch.equal(other(**given, adapter_names=NAMES).logits, expected)
+    merged = mx.merge_and_unload(model, "a")
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in merged.modules())
+
+
+def test_an_interrupt_inside_leaves_nothing_behind() -> None:
+    """PyTorch runs no hook after it."""
+    model, given = mx.convert_model(switch(), lora()), batch()
+    expected = model(**given, adapter_names=NAMES).logits
+    inside = next(part for part in model.modules() if isinstance(part, SwitchTransformersExperts))
+    expert = next(iter(inside.values()))
+
+    def interrupt(*_: Any) -> None:
+        assert model.mlora_router.selected
+        raise KeyboardInterrupt
+
+    interrupts = [part.register_forward_hook(interrupt) for part in inside.values()]
+    with pytest.raises(KeyboardInterrupt):
+        model(**given, adapter_names=NAMES)
+    for handle in interrupts:
+        handle.remove()
+    with mx.route(model, mx.SegmentLayout.from_lengths([5]), names=["a"]):
+        assert not model.mlora_router.selected
+        expert(torch.randn(5, 16))
+    assert torch.equal(model(**given, adapter_names=NAMES).logits, expected)
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+@pytest.mark.parametrize("names", [NAMES, ["a"] * 4])
+def test_too_little_memory_to_follow_rows_is_said(
+    names: list[str], error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given = mx.convert_model(switch(), lora(0.4)).train(), batch()
+    model(**given, adapter_names=names)
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(selected_rows, "_numbers_of_parts", fails)
+    with pytest.raises(RuntimeError) as caught:
+        model(**given, adapter_names=names)
+    assert caught.value is error
+
+
+def test_masks_that_cannot_follow_samples_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = mx.convert_model(switch(), lora(0.4)).train(), batch()
+
+    def fails(*_: Any) -> None:
+        raise ValueError("a part gets something else")
+
+    monkeypatch.setattr(selected_rows, "_numbers_of_parts", fails)
+    with pytest.raises(ValueError, match=r"experts: cannot tell which of its rows its parts get.*ValueError"):
+        model(**given, adapter_names=["a"] * 4)
+    model.eval()(**given, adapter_names=["a"] * 4)
+
+
+def test_only_the_batchs_own_dropout_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = {"a": lora()["a"], "b": lora(0.4)["a"]}
+    model, given = mx.convert_model(switch(), configs).train(), batch()
+    calls = []
+    monkeypatch.setattr(selected_rows, "_numbers_of_parts", lambda *_: calls.append(1) or 1 / 0)
+    model(**given, adapter_names=["a"] * 4)
+    model(**given, adapter_names=["__base__"] * 4)
+    assert not calls
+    with pytest.raises(ValueError, match="cannot tell which of its rows"):
+        model(**given, adapter_names=["b"] * 4)
+
+
+def test_other_containers_are_refused_still() -> None:
+    class Experts(SwitchTransformersExperts):
+        pass
+
+    base, given = switch(), batch()
+    for part in base.modules():
+        if isinstance(part, SwitchTransformersExperts):
+            part.__class__ = Experts
+    model = mx.convert_model(base, lora())
+    with pytest.raises(ValueError, match=r"as in a mixture of experts|not ordered by sample"):
+        model(**given, adapter_names=NAMES)

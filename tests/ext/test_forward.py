@@ -1,8 +1,22 @@
-"""`adapter_names` in a forward pass: samples meet their adapters and nobody else's."""
+"""`adapter_names` and `mlora_ext.route`, also in `generate`: samples meet their own adapters."""
+
+import copy
+from pathlib import Path
 
 import pytest
 import torch
-from models import CONFIGS, NAMES, assert_same, converted, gpt2, gradients, llama, token_ids
+from models import (
+    CONFIGS,
+    NAMES,
+    assert_same,
+    converted,
+    copy_weights,
+    gpt2,
+    gradients,
+    llama,
+    peft_model,
+    token_ids,
+)
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
 from torch import nn
@@ -131,3 +145,134 @@ def test_batch_of_no_samples(shape: tuple[int, ...]) -> None:
     mx.convert_model(model, {n: LoraConfig(r=2, target_modules=["0", "1"]) for n in "ab"})
     y = model(torch.randn(shape), adapter_names=[])
     assert y.shape == (*shape[:-1], 4)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}], ids=str)
+def test_generate(how: dict) -> None:
+    """Each prompt continues as PEFT continues it alone; with the KV cache and padding on the left."""
+    base = llama().eval()
+    peft = peft_model(base, CONFIGS).eval()
+    model = mx.convert_model(copy.deepcopy(base), CONFIGS).eval()
+    copy_weights(peft, model, CONFIGS)
+    ids = token_ids(3, 5)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **how}
+    names = ["b", "a", "__base__"]
+    ours = model.generate(ids, attention_mask=mask, adapter_names=names, **options)
+    clone = copy.deepcopy(model)
+    assert torch.equal(
+        clone.generate(input_ids=ids, attention_mask=mask, adapter_names=names, **options), ours
+    )
+    each = len(ours) // 3
+    for index, name in enumerate(names):
+        start = 2 if index == 1 else 0
+        prompt = ids[index : index + 1, start:]
+        if name == "__base__":
+            theirs = base.generate(prompt, **options)
+        else:
+            peft.set_adapter(name)
+            theirs = peft.generate(prompt, **options)
+        assert torch.equal(ours[index * each : (index + 1) * each, start:], theirs)
+
+
+def test_generate_samples_several_sequences() -> None:
+    model = converted().eval()
+    out = model.generate(
+        token_ids(2, 4), adapter_names=["a", "b"], do_sample=True, num_return_sequences=3, max_new_tokens=4,
+        min_new_tokens=4,
+    )  # fmt: skip
+    assert out.shape == (6, 8)
+
+
+def test_pickled_model_is_whole(tmp_path: Path) -> None:
+    model, ids = converted().eval(), token_ids(2, 5)
+    torch.save(model, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    options = {"adapter_names": ["b", "a"], "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(again.generate(ids, **options), model.generate(ids, **options))
+
+
+def test_route_is_adapter_names_and_steps_can_be_given() -> None:
+    model, ids = converted().train(), token_ids(3, 5)
+    expected = model(input_ids=ids, adapter_names=["b", "__base__", "a"]).logits
+    layout = mx.SegmentLayout.from_lengths([5, 5, 5], adapters=[0, -1, 1])
+    with mx.route(model, layout, names=["b", "a"], steps=[0, 0]):
+        torch.testing.assert_close(model(input_ids=ids).logits, expected)
+        torch.testing.assert_close(model(input_ids=ids).logits, expected)
+    with mx.route(model, layout, names=["b", "a"], steps=[0, 5]):
+        changed = model(input_ids=ids).logits
+    torch.testing.assert_close(changed[:2], expected[:2])
+    assert not torch.allclose(changed[2], expected[2], atol=1e-3)
+
+
+def test_route_advances_automatic_steps_between_forwards() -> None:
+    model, ids = converted().train(), token_ids(1, 5)
+    with mx.route(model, mx.SegmentLayout.from_lengths([5]), names=["a"]):
+        one, two = (model(input_ids=ids).logits for _ in range(2))
+    assert not torch.allclose(one, two, atol=1e-3)
+
+
+def test_route_refusals() -> None:
+    model, ids = converted(), token_ids(1, 5)
+    layout = mx.SegmentLayout.from_lengths([2, 2])
+    with mx.route(model, layout), pytest.raises(ValueError, match="the active route has 4 rows, got x"):
+        model(input_ids=ids)
+    with (
+        mx.route(model, layout),
+        pytest.raises(
+            ValueError, match=r"a route is already active; use adapter_names or mlora_ext\.route, not both"
+        ),
+    ):
+        model(input_ids=ids, adapter_names=["a"])
+    for names, steps, message in [
+        (["a"], None, r"layout: expected adapters below 1 .* got 1"),
+        (["a", "a"], None, "names: expected each adapter once"),
+        (["a", "z"], None, "names: no adapter 'z'"),
+        (["a", "b"], [1], r"steps: expected one per name \(2\), got 1"),
+        (["a", "b"], 3, "steps: expected a list with one step per name, got 3"),
+        ("ab", None, r"names: expected a list of adapters, got 'ab'"),
+    ]:
+        with pytest.raises(ValueError, match=message), mx.route(model, layout, names, steps=steps):
+            pass
+
+
+def test_route_without_names_leaves_the_absent_alone() -> None:
+    """An adapter without rows gets no gradient, and its step between forward and backward breaks nobody."""
+    model, ids = converted().train(), token_ids(1, 5)
+    layout = mx.SegmentLayout.from_lengths([5, 0], adapters=[1, 0])
+    with mx.route(model, layout, names=["a", "b"], steps=[3, 4]):
+        model(input_ids=ids).logits.square().sum().backward()
+    expected = gradients(model)
+    with mx.route(model, layout, steps=[3, 4]):
+        loss = model(input_ids=ids).logits.square().sum()
+    with torch.no_grad():
+        for parameter in mx.adapter_parameters(model, "a").values():
+            parameter.add_(1)
+    loss.backward()
+    found = gradients(model)
+    assert found.keys() == mx.adapter_parameters(model, "b").keys()
+    assert_same(found, {key: expected[key] for key in found})
+
+
+def test_forward_without_gradients_is_not_in_flight() -> None:
+    """A route entered in training mode that saw only `no_grad` leaves nothing to be recomputed."""
+    model, ids = converted().train(), token_ids(1, 5)
+    layout = mx.SegmentLayout.from_lengths([5])
+    with mx.route(model, layout, names=["a"]), torch.no_grad():
+        model(input_ids=ids)
+    assert not model.mlora_router._in_flight
+    with mx.route(model, layout, names=["a"]):
+        model.model(input_ids=ids)
+    assert len(model.mlora_router._in_flight) == 1
+
+
+def test_two_copies_do_not_meet() -> None:
+    model = converted().eval()
+    clone = copy.deepcopy(model)
+    ids = token_ids(1, 5)
+    with mx.route(model, mx.SegmentLayout.from_lengths([5]), names=["a"]):
+        with pytest.raises(ValueError, match="no active route"):
+            clone(input_ids=ids)
+        one = model(input_ids=ids).logits
+    torch.testing.assert_close(clone(input_ids=ids, adapter_names=["a"]).logits, one)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from mlora.objectives.function_file import changed_source, sources_of
+from mlora.objectives.function_file import changed_source, function_of, renew, sources_of
 from mlora.objectives.loss_folder import digest_of
 from mlora.objectives.objective import LogProbs
 from mlora.objectives.options import ObjectiveError
@@ -136,3 +138,136 @@ def test_an_error_names_the_loss_and_the_file_that_it_imports(tmp_path: Path) ->
         )
     write(tmp_path, common_2="factor = 2\n", new_2=text.replace("common", "common_2"))
     check_unchanged(resolved("new_2:loss", tmp_path))
+
+
+DEF = "import torch\nOPS = torch.library.Library('{}', 'DEF')\nOPS.define('f(Tensor x) -> Tensor')\n"
+
+
+def value(folder: Path, name: str) -> float:
+    return float(objective_of(resolved(name, folder)).loss_of(ROWS).loss)
+
+
+WAYS: Mapping[str, Mapping[str, str]] = {
+    "folders without __init__": {
+        "loss": "from lib.sub import x\nimport lib.sub.x\nimport lib.sub.x as y\n"
+        "def loss(rows): return x.k * lib.sub.x.k * y.k * rows.sums()\n",
+        "lib__sub__x": "from . import z\nfrom ..top import k\nassert k == z.k\n",
+        "lib__sub__z": "from lib.top import *\n",
+        "lib__top": "k = -1.0\n",
+    },
+    "packages that import each other": {
+        "loss": "import lib.b, json, lib.a as a\ndef loss(rows): return lib.b.k() * a.one * rows.sums()\n",
+        "lib/__init__": "from .a import one\n",
+        "lib__a": "import lib.b\none = 1.0\n",
+        "lib__b": "import lib.a\ndef k(): return -lib.a.one\n",
+    },
+    "a decorator that compiles": {
+        "loss": "import torch, common\n@torch.compile(backend='eager')\n"
+        "def inner(x):\n    return common.g(x)\ndef loss(rows):\n    return inner(rows.sums())\n",
+        "common": "from lib import k\ndef g(x):\n    return x * k\n",
+        "lib/__init__": "k = -1.0\n",
+    },
+    "compiled code that imports": {
+        "loss": "import torch\n@torch.compile(backend='eager')\n"
+        "def inner(x):\n    import common\n    return common.g(x)\n"
+        "def loss(rows):\n    return inner(rows.sums())\n",
+        "common": "k = -1.0\ndef g(x):\n    return x * k\n",
+    },
+    "pickled": {
+        "loss": "import common, pickle\ndef own(x): return -x\ndef loss(rows):\n"
+        "    for one in (own, common.same, common.One(1)):\n"
+        "        assert pickle.loads(pickle.dumps(one)) == one\n"
+        "    return own(common.same(rows.sums()))\n",
+        "common": "from __future__ import annotations\nimport typing\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass One:\n    a: int\n    b: One | None = None\n"
+        "def same(x):\n    typing.get_type_hints(One)\n    return x\n",
+    },
+    "late": {
+        "loss": "def loss(rows):\n    import lib.late\n    return lib.late.k() * rows.sums()\n",
+        "lib__late": "def k():\n    from . import later\n    return later.k\n",
+        "lib__later": "k = -1.0\n",
+    },
+    "another loss": {
+        "loss": "from second import sign\ndef loss(rows): return sign * rows.sums()\n",
+        "second": "import loss\nsign = -1.0\n",
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_import(tmp_path: Path, way: str) -> None:
+    """Two folders with files of the same names stay apart, and all files have digests."""
+    for folder, factor in (("a", "1.0"), ("b", "2.0")):
+        texts = {name: text.replace("1.0", factor) for name, text in WAYS[way].items()}
+        write(tmp_path / folder, **texts)
+    before = set(sys.modules)
+    powers = {"folders without __init__": 3, "packages that import each other": 2, "pickled": 0}
+    power = powers.get(way, 1)
+    for _ in range(2):
+        assert [value(tmp_path / folder, "loss:loss") for folder in "ab"] == [3.0, 3.0 * 2**power]
+    tops = {name.replace("/", "__").partition("__")[0] for name in WAYS[way]}
+    assert not {name for name in set(sys.modules) - before if name.partition(".")[0] in tops}
+    files = sources_of(name_of(resolved("loss:loss", tmp_path / "a")))
+    assert len(files) == len(WAYS[way])
+
+
+def test_a_folder_gives_way_to_a_package_of_its_name(tmp_path: Path) -> None:
+    """Files come before packages elsewhere, as beside a script; folders without __init__.py do not."""
+    write(tmp_path, peft__data="", yaml="k = -1.0\n")
+    write(
+        tmp_path,
+        loss="import peft, yaml\npeft.LoraConfig\ndef loss(rows): return yaml.k * rows.sums()\n",
+    )
+    assert value(tmp_path, "loss:loss") == 3.0
+    assert [Path(file).name for file in sources_of(f"{tmp_path / 'loss.py'}:loss")] == ["loss.py", "yaml.py"]
+
+
+def test_names_of_files(tmp_path: Path) -> None:
+    write(tmp_path, **{"v1.2-a": "import v1\ndef loss(rows): return v1.k * rows.sums()\n", "v1": "k = -1.0"})
+    assert value(tmp_path, "v1.2-a.py:loss") == 3.0
+    write(tmp_path, **{"v1/__init__": "", "gone": "import v1.gone\n"})
+    with pytest.raises(ObjectiveError, match=r"v1/__init__\.py; rename one of them"):
+        objective_of(resolved("v1:loss", tmp_path))
+    with pytest.raises(ObjectiveError, match=r"cannot be imported: No module named 'v1\.gone'"):
+        objective_of(resolved("gone:loss", tmp_path))
+
+
+def test_loss_files_of_a_folder_share_its_modules(tmp_path: Path) -> None:
+    """What a module registers is registered once; a loss that another imports is the same."""
+    text = "import registers\ndef loss(rows): return -rows.sums()\n"
+    write(tmp_path, registers=DEF.format("mlora_test_shared"), a=text, b=f"import a\n{text}")
+    names = [name_of(resolved(f"{name}:loss", tmp_path)) for name in "ab"]
+    first, second = (sys.modules[function_of(name).__module__] for name in names)
+    assert first.__dict__["registers"] is second.__dict__["registers"]
+    assert second.__dict__["a"] is first
+    assert [len(sources_of(name)) for name in names] == [2, 3]
+
+
+def test_a_module_that_the_process_imported_stays_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, state="calls = []\n")
+    write(
+        tmp_path, loss="import state\ndef loss(rows):\n    state.calls.append(1)\n    return -rows.sums()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "state", raising=False)
+    own = import_module("state")
+    assert value(tmp_path, "loss:loss") == 3.0
+    assert sys.modules.pop("state") is own
+    assert own.__dict__["calls"] == []
+
+
+def test_files_executed_anew(tmp_path: Path) -> None:
+    """From the code that was read; those that cannot be stay as they are."""
+    text = "import {0}\ndef loss(rows):\n    {0}.calls.append(1)\n    return -len({0}.calls) * rows.sums()\n"
+    ops = DEF.format("mlora_test_anew")
+    write(tmp_path / "a", loss=text.format("lib.kept"), lib__kept="calls = []\n")
+    write(tmp_path / "b", loss=text.format("ops"), ops=f"calls = []\n{ops}")
+    folders = [tmp_path / "a", tmp_path / "b"]
+    assert [value(folder, "loss:loss") for folder in folders] == [3.0, 3.0]
+    write(tmp_path / "a", lib__kept="raise RuntimeError\n")
+    faults = renew([f"{folder / 'loss.py'}:loss" for folder in folders] + ["json:loads"])
+    assert len(faults) == 1
+    assert "b/loss.py:loss: cannot be imported: RuntimeError: Only a single TORCH_LIBRARY can" in faults[0]
+    assert [value(folder, "loss:loss") for folder in folders] == [3.0, 6.0]
