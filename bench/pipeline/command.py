@@ -114,7 +114,11 @@ def measure(options: argparse.Namespace) -> Found:
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this benchmark."""
     parser.add_argument(
-        "sections", nargs="*", choices=[*SECTIONS, []], help=f"some of {', '.join(SECTIONS)}; default: all"
+        "sections",
+        nargs="*",
+        metavar="SECTION",
+        choices=[*SECTIONS, []],
+        help=f"some of {', '.join(SECTIONS)}; default: all",
     )
     turns = ", ".join(f"{name} {count}" for name, count in TURNS.items())
     parser.add_argument("--repeats", type=int, help=f"turns of each contender; default: {turns}; quick 1")

@@ -134,7 +134,9 @@ def measure(options: argparse.Namespace) -> Found:
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the parts."""
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", choices=[*PARTS, []], help=f"of {', '.join(PARTS)}; default: all"
+    )
 
 
 def main() -> int:

@@ -122,7 +122,7 @@ def measured(
     out: str,
     turns: int = 5,
     threads: int = 2,
-    add: Callable[[argparse.ArgumentParser], object] = id,
+    add: Callable[[argparse.ArgumentParser], object] = lambda parser: None,
 ) -> int:
     """Measures, prints, and writes `OUT.json`, `OUT.txt` and, where there are panels, `OUT.png`.
 

@@ -205,8 +205,10 @@ def measure(options: argparse.Namespace) -> Found:
     """Measures memory on a CPU, and the speed of every setting."""
     on_cpu, data, lines = options.device == "cpu", {}, []
     shape, settings = (SHAPE, SETTINGS) if on_cpu else (ON_A_GPU, GPU_SETTINGS)
-    with tempfile.TemporaryDirectory() as scratch, torch.device(options.device):
-        folder, model = Path(scratch), random_llama(shape, max_position_embeddings=512 if on_cpu else 1024)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        with torch.device(options.device):
+            model = random_llama(shape, max_position_embeddings=512 if on_cpu else 1024)
         (model if on_cpu else model.bfloat16()).save_pretrained(folder)
         if on_cpu:
             data["memory"] = found = memory(folder, options.adapters)
