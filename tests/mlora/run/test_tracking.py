@@ -16,10 +16,9 @@ from mlora.config.config_file import load_config, resolve_config
 from mlora.errors import RunError
 from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
-from mlora.run.trackers.background import Background
 from mlora.run.trackers.tracked_runs import TrackedRuns
 from mlora.run.trackers.tracker import Tracker
-from mlora.run.trackers.tracking import Tracking
+from mlora.run.trackers.tracking import Background, Tracking
 from test_resume import Crashing
 from tiny_run import lines, run_data, weights, write_run
 

@@ -108,7 +108,12 @@ def find_weights(folder: RunFolder, name: str, checkpoint: int | None = None) ->
     if checkpoint is not None:
         path = folder.checkpoints / checkpoint_name(checkpoint)
         if not path.is_file():
-            has = ", ".join(str(_iteration(one)) for one in list_checkpoints(folder.checkpoints)) or "none"
+            has = (
+                ", ".join(
+                    str(int(one.stem.removeprefix("step-"))) for one in list_checkpoints(folder.checkpoints)
+                )
+                or "none"
+            )
             raise RunError(f"{folder.path}: has no checkpoint {checkpoint}; its checkpoints: {has}")
         return _at(folder, name, read_checkpoint(path))
     entry = _entry(folder, name)
@@ -149,8 +154,12 @@ def _at(folder: RunFolder, name: str, checkpoint: Mapping[str, Any]) -> FoundWei
         raise RunError(f"{name}: {said}")
     step, total, state = task["step"], checkpoint["total_steps"].get(name), task["state"]
     losses, base = losses_of({"loss": task["loss"]}), checkpoint.get("base", "")
-    if state == "finished" and not _trained_longer(folder, name, step):
-        return _ended(folder, name, _saved_step(folder, name, step), total, iteration)
+    entry = _entry(folder, name)
+    saved = entry.get("saved_step")
+    # one that has gone on since has the folder of a later step
+    longer = bool(entry) and (saved is None or entry["step"] != step)
+    if state == "finished" and not longer:
+        return _ended(folder, name, step if saved is None else saved, total, iteration)
     kept = _kept_file(folder, name, checkpoint)
     if state not in ("running", "paused") and kept is None:
         raise RunError(f"{name}: was {state} at step {step}; {where} does not hold its weights")
@@ -172,17 +181,6 @@ def _kept_file(folder: RunFolder, name: str, checkpoint: Mapping[str, Any]) -> P
         return folder.states / decisions["kept"][name]
     files = decisions.get("longer", {}).get(name)
     return folder.finished / files[0] if files else None
-
-
-def _trained_longer(folder: RunFolder, name: str, step: int) -> bool:
-    """Whether an adapter that had ended at `step` has gone on since, so that its folder is another one's."""
-    entry = _entry(folder, name)
-    return bool(entry) and (entry.get("saved_step") is None or entry["step"] != step)
-
-
-def _saved_step(folder: RunFolder, name: str, step: int) -> int:
-    saved = _entry(folder, name).get("saved_step")
-    return step if saved is None else int(saved)
 
 
 def _entry(folder: RunFolder, name: str) -> dict[str, Any]:
@@ -210,7 +208,3 @@ def losses_of(entry: Mapping[str, Any]) -> dict[str, float]:
         "Evaluation loss": evaluated.get("after"),
     }
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _iteration(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
