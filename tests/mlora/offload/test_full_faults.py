@@ -67,6 +67,11 @@ def fault_of(action: Callable[[], object]) -> str:
     return str(error.value)
 
 
+def begin_and_interrupt(base: Path, folder: Path, step: int) -> None:
+    config = resolve_config(data_of(base, folder), folder=folder)
+    assert train(config, reporter=Watching({("all", step): interrupt})).status == "interrupted"
+
+
 def states_in(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "run" / "states").iterdir())
 
@@ -158,8 +163,7 @@ def test_no_room_for_scratch(base: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_folder_that_is_gone_when_a_run_resumes(base: Path, whole: Path, tmp_path: Path) -> None:
-    config = resolve_config(data_of(base, tmp_path), folder=tmp_path)
-    assert train(config, reporter=Watching({("all", 2): interrupt})).status == "interrupted"
+    begin_and_interrupt(base, tmp_path, 2)
     (tmp_path / "scratch").rmdir()
     assert f"{tmp_path}/scratch" in fault_of(lambda: resume(tmp_path / "run"))
     (tmp_path / "scratch").mkdir()
@@ -176,44 +180,44 @@ class Told(Watching):
         self.warnings.append(line)
 
 
-def test_a_checkpoint_without_its_weights_is_passed_over(base: Path, whole: Path, tmp_path: Path) -> None:
-    config = resolve_config(data_of(base, tmp_path), folder=tmp_path)
-    assert train(config, reporter=Watching({("all", 3): interrupt})).status == "interrupted"
-    newer = tmp_path / "run" / "states" / states_in(tmp_path)[-1]
+def cut_short(newer: Path) -> str:
     size = newer.stat().st_size
     os.truncate(newer, size - 4096)
     (newer.parent / f"{newer.name}.new").write_bytes(b"half")  # as a kill leaves it
-    told = Told()
-    assert resume(tmp_path / "run", reporter=told).exit_code == 0
-    (line,) = told.warnings
-    assert line.endswith(
-        f": {newer}: is damaged: expected {size} bytes, got {size - 4096}; trying the one before"
-    )
-    assert_same(tmp_path / "run", whole)
-    assert not list((tmp_path / "run").rglob("*.new"))
+    return f": {newer}: is damaged: expected {size} bytes, got {size - 4096}"
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 10))])
-def test_a_flipped_bit_of_the_weights_gives_way_to_those_before(
-    base: Path, whole: Path, tmp_path: Path, seed: int
-) -> None:
-    config = resolve_config(data_of(base, tmp_path), folder=tmp_path)
-    assert train(config, reporter=Watching({("all", 3): interrupt})).status == "interrupted"
-    newer = tmp_path / "run" / "states" / states_in(tmp_path)[-1]
+def bit_flipped(seed: int, newer: Path) -> str:
     content = bytearray(newer.read_bytes())
     bit = random.Random(seed).randrange(8 * len(content))
     content[bit // 8] ^= 1 << (bit % 8)
     newer.write_bytes(content)
+    return f"{newer}: is damaged or was changed: its checksum differs"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(cut_short, id="cut short"),
+        pytest.param(partial(bit_flipped, 0), id="0"),
+        *(pytest.param(partial(bit_flipped, n), marks=pytest.mark.nightly, id=str(n)) for n in range(1, 10)),
+    ],
+)
+def test_a_checkpoint_with_damaged_weights_gives_way_to_the_one_before(
+    base: Path, whole: Path, tmp_path: Path, damage: Callable[[Path], str]
+) -> None:
+    begin_and_interrupt(base, tmp_path, 3)
+    message = damage(tmp_path / "run" / "states" / states_in(tmp_path)[-1])
     told = Told()
     assert resume(tmp_path / "run", reporter=told).exit_code == 0
     (line,) = told.warnings
-    assert line.endswith(f"{newer}: is damaged or was changed: its checksum differs; trying the one before")
+    assert line.endswith(f"{message}; trying the one before")
     assert_same(tmp_path / "run", whole)
+    assert not list((tmp_path / "run").rglob("*.new"))
 
 
 def test_a_run_without_any_weights_says_so(base: Path, tmp_path: Path) -> None:
-    config = resolve_config(data_of(base, tmp_path), folder=tmp_path)
-    assert train(config, reporter=Watching({("all", 2): interrupt})).status == "interrupted"
+    begin_and_interrupt(base, tmp_path, 2)
     paths = [tmp_path / "run" / "states" / name for name in states_in(tmp_path)]
     for path in paths:
         path.unlink()

@@ -192,19 +192,23 @@ def test_bytes_of_a_block_are_those_that_it_saves(
         }
 
 
+def states_of(base: Path, offload: OffloadOptions, lora: LoraConfig, forecast: bool) -> Any:
+    """The states of an adapter after three steps."""
+    with Engine(base, offload=offload) as engine:
+        engine.create_adapter("a", lora, OptimConfig(total_steps=3))
+        if forecast:
+            engine.forecast({"a": samples(2, 9, seed=0)})
+        for step in range(3):
+            engine.forward_backward({"a": samples(2, 9, seed=step)})
+            engine.optim_step("a")
+        return engine.state_dict("a")
+
+
 @pytest.mark.parametrize("activations", ["auto", "swap", "keep"])
 def test_blocks_without_adapters_have_no_backward_pass(base: Path, activations: Any) -> None:
-    found = []
-    for offload in (OffloadOptions(), OffloadOptions(base="disk", activations=activations)):
-        with Engine(base, offload=offload) as engine:
-            lora = LoraConfig(r=3, target_modules=["q_proj", "up_proj"], layers_to_transform=[4, 5])
-            engine.create_adapter("a", lora, OptimConfig(total_steps=3))
-            engine.forecast({"a": samples(2, 9, seed=0)})
-            for step in range(3):
-                engine.forward_backward({"a": samples(2, 9, seed=step)})
-                engine.optim_step("a")
-            found.append(engine.state_dict("a"))
-    assert_equal(*found)
+    lora = LoraConfig(r=3, target_modules=["q_proj", "up_proj"], layers_to_transform=[4, 5])
+    on_disk = OffloadOptions(base="disk", activations=activations)
+    assert_equal(*(states_of(base, offload, lora, forecast=True) for offload in (OffloadOptions(), on_disk)))
 
 
 @pytest.mark.parametrize("norm", [0.0, 1.0])
@@ -272,14 +276,9 @@ def test_a_failed_micro_batch_leaves_no_update_behind(base: Path, monkeypatch: p
 
 def test_the_oracle_serves_a_streamed_base(base: Path) -> None:
     """It lets autograd save weights, which are in a slot for a while only."""
-    found = []
-    for offload in (OffloadOptions(), OffloadOptions(base="disk", slots=2, poison=True)):
-        with Engine(base, offload=offload) as engine, mlora_ext.use_backend("reference"):
-            engine.create_adapter(
-                "a", LoraConfig(r=3, target_modules="all-linear"), OptimConfig(total_steps=3)
-            )
-            for step in range(3):
-                engine.forward_backward({"a": samples(2, 9, seed=step)})
-                engine.optim_step("a")
-            found.append(engine.state_dict("a"))
-    assert_equal(*found)
+    lora = LoraConfig(r=3, target_modules="all-linear")
+    on_disk = OffloadOptions(base="disk", slots=2, poison=True)
+    with mlora_ext.use_backend("reference"):
+        assert_equal(
+            *(states_of(base, offload, lora, forecast=False) for offload in (OffloadOptions(), on_disk))
+        )
