@@ -17,8 +17,7 @@ from mlora.data.micro_batch import BASE, MicroBatch, StageNote
 from mlora.data.packing import pack, pack_prompts
 from mlora.data.record import Sample
 from mlora.engine.adapter_state import AdapterStates, BatchFuture, BatchResult
-from mlora.engine.batch_admission import Batch, BatchAdmission, cut_batch
-from mlora.engine.batch_samples import check_batches, checked_samples
+from mlora.engine.batches import Batch, BatchAdmission, check_batches, checked_samples, cut_batch
 from mlora.engine.stage_group import StageGroup
 from mlora.engine.stage_worker import StageWorker
 from mlora.errors import check_kind
@@ -193,7 +192,8 @@ class Batcher:
                 unless_back.callback(self._take_back, future, future.parts[place:])
                 notes, losses = self._leave(batch, number)
                 unless_back.pop_all()
-            self._note_failures(note.failed for note in notes)
+            if any(note.failed for note in notes):
+                self._note_failures(note.failed for note in notes)
             phases = tuple(tuple(note.memory) for note in notes if note.memory is not None)
             if notes and len(phases) == len(notes):
                 future.measured.append(MemorySample(batch.all_lengths, phases))
@@ -207,11 +207,13 @@ class Batcher:
             after = () if others else self.memory_after
             self._admission.passed(future.measured, self.peak_memory, after)
         self._states.landed(future)
-        results = self._with_failed(results)
-        for name in (name for name, result in results.items() if result.fault):
+        faulty = [name for name, result in results.items() if result.fault or self._states[name].fault]
+        for name in faulty:
             self._states[name].leave(Update())
-        if raises:
-            self._raise_faults(results)
+        if faulty:
+            results = self._with_failed(results)
+            if raises:
+                self._raise_faults(results)
         return results
 
     def settle(self, names: Sequence[str]) -> dict[str, str]:
@@ -312,6 +314,7 @@ class Batcher:
         under_way: deque[BatchFuture] = deque()
         try:
             for batch in batches:
+                check_batches(batch, "samples")
                 pieces = self._pieces(checked_samples(self._states, batch))
                 packed = [self._pack(piece, None) for piece in pieces]
                 self.settle([name for part in packed for name in part.all_owners])

@@ -22,8 +22,7 @@ import mlora_ext
 from mlora.data.micro_batch import BASE, MicroBatch, PackedRows
 from mlora.engine.put_adapter import put_adapter
 from mlora.engine.stage_group import Source, StageOptions, count_blocks, spans_of
-from mlora.engine.stage_worker import StageWorker
-from mlora.engine.tied_rows import rows_to_pass
+from mlora.engine.stage_worker import StageWorker, rows_to_pass
 from mlora.memory.adapter_memory import States
 from mlora.memory.model import SilentRows
 from mlora.model.base_model import BaseModel, take_apart
@@ -244,11 +243,6 @@ class DryStage:
         rows, width = sum(map(sum, shape.values())), self._model.config.get_text_config().hidden_size
         return torch.empty(rows, width, dtype=self._options.dtype, device=self._options.device)
 
-    def _ids(self, shape: Mapping[str, Sequence[int]]) -> Tensor:
-        """`[1, T]`."""
-        total = sum(map(sum, shape.values()))
-        return torch.zeros(1, total, dtype=torch.int64, device=self._options.device)
-
     def _message(
         self,
         shape: Mapping[str, Sequence[int]],
@@ -296,7 +290,7 @@ class DryStage:
 
         Which rows and which targets does not matter here.
         """
-        rows = torch.zeros(sum(map(sum, trained)), dtype=torch.int32)
+        rows, total = torch.zeros(sum(map(sum, trained)), dtype=torch.int32), sum(map(sum, shape.values()))
         return {
             "names": tuple(shape),
             "lengths": tuple(map(sum, shape.values())),
@@ -305,7 +299,7 @@ class DryStage:
             "trained": trained,
             "rows": rows,
             "targets": rows,
-            "input_ids": self._ids(shape),
+            "input_ids": torch.zeros(1, total, dtype=torch.int64, device=self._options.device),
         }
 
 

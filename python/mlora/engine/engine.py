@@ -20,8 +20,8 @@ from mlora.cluster.device import existing_device, set_allocators
 from mlora.config.sections import QuantizationConfig, checked_quantization, parse_size
 from mlora.engine.adapter_start import start_from_data, start_from_weights
 from mlora.engine.adapter_state import AdapterState, StepResult
-from mlora.engine.batch_admission import FORESEEN, STAND_IN, BatchAdmission
 from mlora.engine.batcher import Batcher
+from mlora.engine.batches import FORESEEN, STAND_IN, BatchAdmission
 from mlora.engine.dry_run import dry_stages
 from mlora.engine.measured_samples import PIECES, MeasuredSamples
 from mlora.engine.put_adapter import labelled, plain_lora, put_adapter
@@ -517,7 +517,7 @@ class Engine(Batcher):
         made, spec = self._objective(name, objective)
         if made.reference == START and init_from is None:
             raise ObjectiveError(f"{START}: give init_from, whose weights it compares with", ("reference",))
-        if name in self._states:
+        if name in self._states:  # such as a user's adapter with the name of a start
             raise AdapterError(name, "the engine has an adapter of this name")
         if lora is not None and lora.inference_mode:
             raise AdapterError(name, "inference_mode=True: an engine trains its adapters; leave it out")
@@ -674,7 +674,9 @@ class Engine(Batcher):
         shapes = {key: list(p.shape) for key, p in weights.items()}
         if {key: list(tensor.shape) for key, tensor in state["weights"].items()} != shapes:
             raise AdapterError(name, "the state is that of an adapter with other layers or ranks")
-        optimized = self._optimized(name, weights, adapter.rule.config)
+        names, kind = neutral_names(self.registry, name), optimizer_kind(adapter.rule.config.optim)
+        # an optimizer has also those that it freezes itself, such as `lora_A` of LoRA-FA
+        optimized = {key for key, p in weights.items() if p.requires_grad or not kind.trains(names[key])}
         if state["moments"] and state["moments"].keys() != optimized:
             raise AdapterError(name, "state: the optimizer's moments are those of other Parameters")
         if state.get("start_digest") != adapter.start_digest:
@@ -691,14 +693,6 @@ class Engine(Batcher):
             raise AdapterError(name, f"{error}") from error
         router_of(self.registry).adapters[name].seed = state["dropout_seed"]
         adapter.load_state_dict(state)
-
-    def _optimized(self, name: str, weights: Mapping[str, Tensor], optim: OptimConfig) -> set[str]:
-        """Returns the names of the Parameters that an adapter's optimizer has.
-
-        It has also those that it freezes itself, such as `lora_A` of LoRA-FA.
-        """
-        names, kind = neutral_names(self.registry, name), optimizer_kind(optim.optim)
-        return {key for key, p in weights.items() if p.requires_grad or not kind.trains(names[key])}
 
     def weights(self, name: str) -> dict[str, Tensor]:
         """Returns an adapter's weights under PEFT's keys, as copies on the CPU.

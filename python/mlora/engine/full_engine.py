@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mlora.data.micro_batch import MicroBatch
-from mlora.data.record import Sample
 from mlora.engine.adapter_state import AdapterState
 from mlora.engine.engine import Engine
 from mlora.engine.full_worker import FullWorker
@@ -43,14 +42,9 @@ class FullEngine(Engine):
         optim: OptimConfig,
         *,
         objective: Any = CROSS_ENTROPY,
-        init_from: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         replica: int = 0,
-        start_batches: Sequence[Sequence[Sample]] | None = None,
-        start_weights: str | os.PathLike[str] | None = None,
-        num_labels: int | None = None,
-        problem_type: str | None = None,
-        label_names: Sequence[str] | None = None,
+        **settings: Any,
     ) -> None:
         """Begins the task that trains the model.
 
@@ -58,8 +52,7 @@ class FullEngine(Engine):
         """
         if self._states:
             raise ValueError(f"method: full trains one task at a time, and {next(iter(self._states))} is one")
-        adapters_own = (lora, init_from, start_batches, start_weights, num_labels, problem_type, label_names)
-        if any(given is not None for given in adapters_own):
+        if any(given is not None for given in (lora, *settings.values())):
             raise ValueError("method: full has no adapters; give none of their settings")
         made, spec = self._objective(name, objective)
         if made.reference is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from mlora.data.micro_batch import MicroBatch, MicroBatchResult, Observation, Pa
 from mlora.engine.base_gemm import base_gemm_times, set_base_gemm_on
 from mlora.engine.put_adapter import lora_of, put_adapter
 from mlora.engine.stage_starts import StageStarts
-from mlora.engine.tied_rows import give_head, pass_rows, rows_to_pass
 from mlora.errors import first_line
 from mlora.memory.meter import PeakMemory, WorkMemory, free_memory, release_memory, used_memory, work_memory
 from mlora.model.base_model import BaseModel
@@ -47,6 +46,7 @@ from mlora.pipeline.trace import Trace
 from mlora_ext.backends.gpu_base_gemm import Record
 from mlora_ext.interop.peft_folder import adapter_state
 from mlora_ext.layers.adapter_weights import neutral_names, scalings, write_weights, written_marks
+from mlora_ext.layers.row_head import TrainedRowsLinear
 from mlora_ext.out_of_memory import is_out_of_memory
 from mlora_ext.routing.router import router_of
 
@@ -83,7 +83,8 @@ class StageWorker(Worker):
             self.base.model.train(train)
         number = batch.measure if train else None
         with self.base.packed(), ExitStack() as stack:
-            stack.callback(give_head, self.base, {})
+            if self.base.cut is not None:
+                stack.callback(self._give_head, {})
             if number is None:
                 yield
                 return
@@ -98,10 +99,6 @@ class StageWorker(Worker):
                     yield
             finally:
                 self._current = None
-
-    def _next_phase(self) -> None:
-        if self._current is not None:
-            self._current.mark()
 
     def for_next(self, batch: MicroBatch) -> MicroBatch:
         """Returns what the next stage gets; see `Worker.for_next`."""
@@ -317,28 +314,50 @@ class StageWorker(Worker):
 
         Args:
             given: what the previous stage returned: `[T, D]`; `[S, D]` of the rows without gradient, if there
-                are any; and rows of tied embeddings, see `mlora.engine.tied_rows`. Nothing on the first
-                stage.
+                are any; and rows of tied embeddings, see `rows_to_pass`. Nothing on the first stage.
             batch: the micro-batch.
 
         Returns:
             `[T, D]`, or the logits `[T, V]` if an adapter targets the head; the same of the silent rows, if
             there are any; and on earlier stages rows of tied embeddings.
         """
-        self._failed |= self.update(batch.updates)
+        if batch.updates:
+            self._failed |= self.update(batch.updates)
         if batch.measure is not None:
             self._measured[batch.measure].restart(given)
         if torch.is_grad_enabled():
             self._latest = batch.names
             for name in batch.names:
                 self._in_flight[name] = self._in_flight.get(name, 0) + 1
-        every = [*batch.names, *(() if batch.silent is None else batch.silent.names)]
         states = 1 if batch.silent is None else 2
-        passed = pass_rows(self.base, rows_to_pass(self.base, every), given[states:])
+        passed = [] if self.base.cut is None else self._pass_rows(batch, given[states:])
         hidden, silent = (*given[:states], None, None)[:2]
         quiet = [] if batch.silent is None else [self._run_silent(batch.silent, silent)]
         output = self._run(batch, hidden, batch.steps, batch.start)
         return (output, *quiet, *passed) if quiet or passed else output
+
+    def _pass_rows(self, batch: MicroBatch, received: Sequence[Tensor]) -> list[Tensor]:
+        """Returns what this stage sends on of `rows_to_pass`; the last stage gives them to its head.
+
+        `received` are those of the stage before; none on the first.
+        """
+        base, span = self.base, self.base.span
+        names = [*batch.names, *(() if batch.silent is None else batch.silent.names)]
+        rows = rows_to_pass(base, names)
+        if span is None or not rows:
+            return []
+        if span.is_first:
+            return [row.clone() for row in rows.values()]
+        if base.is_last:
+            self._give_head(dict(zip(rows, received, strict=True)))
+            return []
+        return list(received)
+
+    def _give_head(self, rows: Mapping[str, Tensor]) -> None:
+        """Gives the head the rows of a micro-batch, in place of those before."""
+        head = self.base.head
+        if isinstance(head, TrainedRowsLinear):
+            head.received = rows
 
     def _run(
         self,
@@ -392,7 +411,8 @@ class StageWorker(Worker):
         Returns:
             The scaled total to differentiate, zero for prompts; and what goes back to the first stage.
         """
-        self._next_phase()
+        if self._current is not None:
+            self._current.mark()
         output, quiet = output if isinstance(output, tuple) else (output, None)
         rows, tokens = batch.rows.to(output.device, torch.int64), batch.targets
         if tokens is None:
@@ -407,7 +427,8 @@ class StageWorker(Worker):
             losses = self._token_losses(output, rows, tokens, self._owners(batch, quiet), batch.names)
             total = losses.total
             found = MicroBatchResult(losses.sums, list(losses.metrics), list(losses.faults))
-        self._next_phase()
+        if self._current is not None:
+            self._current.mark()
         return total, found
 
     def _token_losses(
@@ -455,6 +476,25 @@ class StageWorker(Worker):
                 logits = self._logits(output.index_select(0, rows))
                 log_p = -F.cross_entropy(logits.float(), tokens, reduction="none")
         return log_p.split([length for own in silent.trained for length in own])
+
+
+def rows_to_pass(base: BaseModel, names: Iterable[str]) -> dict[str, Tensor]:
+    """Returns rows of a tied embedding that adapters train, where embedding and head are on different stages.
+
+    The first stage holds the rows, and is the only one that steps, counts and saves them. They go through the
+    pipeline with each micro-batch, beside the hidden state. The last stage's head reads them, and their
+    gradient comes back to the first stage as that of the hidden state does. So a step, a checkpoint and a
+    fault know nothing of it.
+
+    Returns rows `[n, D]`, n trained ones of hidden size D, by adapter; empty if one stage has all layers. All
+    stages return the same names in the same order. The rows are Parameters on the first stage, and on the
+    meta device elsewhere. `names` are of the adapters of a micro-batch.
+    """
+    span, head = base.span, base.head
+    if span is None or span.stages == 1 or not isinstance(head, TrainedRowsLinear):
+        return {}
+    tied = [name for name in dict.fromkeys(names) if name in head.specs and head.specs[name].tied_to]
+    return {name: head.held_rows(name) for name in tied}
 
 
 class FailuresOf:

@@ -213,15 +213,14 @@ class MemoryLimit:
             parts = zip(self._smallest, self.adapters.begun(name), strict=True)
             fits = all(base + RESERVED + begun < self.limit for base, begun in parts)
         else:
-            taken = [base + self._least for base in self._smallest]
-            fits = max(self._together(name, bounds, taken)) <= self.limit
+            fits = self._most(name, bounds, self._smallest, self._least) <= self.limit
         if not fits:
             raise MemoryLimitError(self.refusal(name, for_good=True))
 
     def fits(self, name: str) -> bool:
         """Whether an adapter fits alone, with today's base and reserve."""
-        taken = [base + self.reserved for base in self.base]
-        return max(self._together(name, self.estimate.activations(*self._alone(name)), taken)) <= self.limit
+        bounds = self.estimate.activations(*self._alone(name))
+        return self._most(name, bounds, self.base, self.reserved) <= self.limit
 
     def fits_barely(self, name: str) -> bool:
         """Whether an adapter fits if it is alone and stays alone.
@@ -255,16 +254,16 @@ class MemoryLimit:
         bounds = [max(min(bound, sampled), size) for bound, sampled, size in known]
         now = [base + self._more + self._pieces for base in self.base]
         loaded = [base + self._least for base in self._loaded]
-        return max(self._together(name, bounds, list(map(max, now, loaded))))
+        return self._most(name, bounds, list(map(max, now, loaded)), 0)
 
     @property
     def _least(self) -> int:
         return _LEAST_RESERVED + self._pieces
 
-    def _together(self, name: str, bounds: Sequence[float], taken: Sequence[int]) -> list[float]:
-        """Returns the bytes in use at each stage with an adapter."""
-        parts = zip(bounds, self.adapters.admitted(name), taken, strict=True)
-        return [bound + states + used for bound, states, used in parts]
+    def _most(self, name: str, bounds: Sequence[float], bases: Sequence[int], reserved: int) -> float:
+        """Returns the bytes in use at the fullest stage with an adapter."""
+        parts = zip(bounds, self.adapters.admitted(name), bases, strict=True)
+        return max(bound + states + (base + reserved) for bound, states, base in parts)
 
     def _alone(self, name: str, batch_size: int | None = None) -> tuple[dict[str, Sequence[int]], list[str]]:
         """Returns an adapter's largest micro-batch and its mixture, as the estimate is asked about them."""
@@ -282,19 +281,18 @@ class MemoryLimit:
         if for_good and math.inf in bounds:
             reserved = RESERVED
         states, lengths = self.adapters.admitted(name), self.adapters.largest(name)
-        taken = self.taken(at_base, reserved)
+        taken = taken_of(self.limit, self._name, at_base, reserved)
         if math.inf in bounds:
             return (
                 f"has {in_units(max(states))} of states; {taken}: too little is left to measure what a "
                 f"micro-batch of it needs{'' if for_good else ' beside the adapters that are there now'}"
             )
         needs = [size + state for size, state in zip(bounds, states, strict=True)]
-        used = [base + reserved for base in at_base]
-        would = math.ceil(max(self._together(name, bounds, used)) / MIB)
+        would = math.ceil(self._most(name, bounds, at_base, reserved) / MIB)
 
         def too_much(batch: int) -> bool:
             found = bounds_of(*self._alone(name, batch))
-            return max(self._together(name, found, used)) > self.limit
+            return self._most(name, found, at_base, reserved) > self.limit
 
         fits = bisect_left(range(1, len(lengths)), True, key=too_much)
         lower = "even one sequence is too much;"
@@ -306,9 +304,9 @@ class MemoryLimit:
             f"raise the limit to {would} MiB"
         )
 
-    def taken(self, base: Sequence[int], reserved: int) -> str:
-        """Says what the limit is and what of it is taken, for a message."""
-        return taken_of(self.limit, self._name, base, reserved)
+    def taken(self) -> str:
+        """Says what the limit is and what of it is taken now, for a message."""
+        return taken_of(self.limit, self._name, self.base, self.reserved)
 
 
 def taken_of(limit: int, name: str, base: Sequence[int], reserved: int) -> str:

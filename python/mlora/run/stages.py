@@ -25,7 +25,7 @@ from mlora.engine.stage_worker import StageWorker
 from mlora.errors import RunError, file_line, first_line
 from mlora.model.base_info import BaseInfo
 from mlora.pipeline import PipelineError, StageProcess
-from mlora.planning.measured_cut import measured_cut
+from mlora.planning.profile_stage import measured_cut
 from mlora.run.preflight import check_folders
 from mlora.simulate.trace_file import SPANS
 from mlora.tasks.groups import most_under_way

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from mlora.data.dataset import Sample
-from mlora.engine.batch_admission import cut_batch
+from mlora.engine.batches import cut_batch
 from mlora.engine.engine import Engine
 from mlora.simulate.trace_file import TraceFiles
 from tiny_models import VOCABULARY, samples

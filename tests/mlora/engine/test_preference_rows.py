@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from mlora.data.preference import Judged, Pair, joined
 from mlora.data.record import Sample, sequence_lengths
-from mlora.engine.batch_samples import checked_samples
+from mlora.engine.batches import checked_samples
 from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions, spans_of

@@ -1,4 +1,7 @@
-"""Cuts batches into micro-batches: into equal ones, or as small as an engine's memory limit needs them."""
+"""Checks the samples of a batch, and cuts it into micro-batches.
+
+They are equally large, or as small as an engine's memory limit needs them.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlora.data.micro_batch import BASE
+from mlora.data.preference import joined
 from mlora.data.record import Sample, sequence_lengths
 from mlora.engine.adapter_state import AdapterStates
-from mlora.errors import MemoryLimitError
+from mlora.errors import MemoryLimitError, check_kind
 from mlora.memory.estimate import MemorySample
 from mlora.memory.room import MemoryLimit, in_units, sum_of, within
+from mlora.objectives.label_losses import LabelObjective
+from mlora.objectives.objective import CrossEntropy, Objective
+from mlora.objectives.options import START
 from mlora_ext.errors import AdapterError
 
 STAND_IN = "stand-in"  # the adapter whose memory is asked about where the base model is alone
@@ -38,9 +45,9 @@ class BatchAdmission:
         """Raises MemoryLimitError if the limit leaves no memory even for the smallest adapter, alone."""
         missing, memory = -min(self._free([STAND_IN])), self._memory
         if missing >= 0:
-            taken = memory.taken(memory.base, memory.reserved)
+            more = in_units(max(1, missing))
             raise MemoryLimitError(
-                f"nothing is left for adapters: {taken}; raise the limit by {in_units(max(1, missing))}"
+                f"nothing is left for adapters: {memory.taken()}; raise the limit by {more}"
             )
 
     def check_states(self, name: str) -> None:
@@ -55,7 +62,7 @@ class BatchAdmission:
             raise AdapterLimitError(
                 name,
                 f"its weights, gradients and optimizer need {in_units(size)} beside "
-                f"{others} other adapter{'s' * (others != 1)}; {memory.taken(memory.base, memory.reserved)}; "
+                f"{others} other adapter{'s' * (others != 1)}; {memory.taken()}; "
                 f"remove an adapter, lower its rank, or raise the limit by {in_units(missing)}",
             )
 
@@ -152,7 +159,7 @@ class BatchAdmission:
         needs = self._bounds(samples, among)
         worst = max(range(len(needs)), key=lambda index: max(needs[index]))
         ((name, own),), need = _rows(samples[worst]).items(), needs[worst]
-        taken, free = memory.taken(memory.base, memory.reserved), self._free(list(self._states))
+        taken, free = memory.taken(), self._free(list(self._states))
         if max(need) == math.inf:
             return AdapterLimitError(
                 name,
@@ -198,3 +205,57 @@ def cut_batch(batches: Batch, pieces: int) -> list[Batch]:
             cut.setdefault(piece, {}).setdefault(name, []).append(sample)
             before += sample.rows
     return [dict(piece) for piece in cut.values()]
+
+
+def checked_samples(states: AdapterStates, batches: Batch) -> dict[Any, Sequence[Any]]:
+    """Returns what the adapters' samples become for their objectives.
+
+    Raises ValueError for an unknown adapter, samples of the wrong kind, labels that the adapter does not
+    predict, or a reference that is not beside it.
+    """
+    found: dict[Any, Sequence[Any]] = {}
+    for name, samples in batches.items():
+        objective = CrossEntropy() if name in (None, BASE) else states.of(name).objective
+        found[name] = joined(name or BASE, samples, objective)
+        _check_reference(states, name, objective)
+        _check_labels(name, objective, found[name])
+    return found
+
+
+def check_batches(batches: Any, what: str) -> None:
+    """Raises ValueError unless batches are lists by adapter name, of what the message calls `what`."""
+    check_kind("batches", batches, f"a dict of lists of {what} by adapter name", Mapping)
+    for name, rows in batches.items():
+        check_kind(f"adapter {name!r}", rows, f"a list of {what}", Sequence)
+
+
+def _check_labels(name: str | None, objective: Objective, samples: Sequence[Any]) -> None:
+    """Raises ValueError for samples whose labels are not what the adapter predicts."""
+    for part in (part for sample in samples for part in sample.sequences):
+        if not isinstance(objective, LabelObjective):
+            if part.is_labelled:
+                raise AdapterError(name, "expected labels that are tokens, got a LabelledSample")
+        elif not part.is_labelled:
+            raise AdapterError(name, f"expected a LabelledSample, got a {type(part).__name__}")
+        elif fault := objective.fault(part.labels, part.facts):
+            raise AdapterError(name, f"{fault}")
+
+
+def _check_reference(states: AdapterStates, name: str, objective: Objective) -> None:
+    """Raises ValueError if the adapter that an objective compares with is not beside this one."""
+    owner = objective.reference
+    if owner in (None, BASE, START):
+        return
+    known = states.get(str(owner))
+    if known is None or known.replica != states[name].replica:
+        raise AdapterError(
+            name,
+            f"objective.reference: no adapter {objective.reference!r} on this engine"
+            f"{'' if known is None else ' and in its replica'}; create it first",
+        )
+    if isinstance(known.objective, LabelObjective):
+        raise AdapterError(
+            name,
+            f"objective.reference: {objective.reference!r} is a classifier, which has "
+            "no log-probabilities of tokens",
+        )
