@@ -6,8 +6,7 @@ from .convert.model import convert_model, load_adapter
 from .convert.peft_model import from_peft
 from .interop.merging import merge_and_unload
 from .interop.peft_folder import save_adapter
-from .layers.active_adapters import disable_adapter, print_trainable_parameters
-from .layers.adapter_weights import adapter_parameters
+from .layers.adapter_weights import adapter_parameters, disable_adapter, print_trainable_parameters
 from .layers.frozen_weights import pack_base, set_frozen_weights
 from .layers.held_gradients import HeldGradients, hold_gradients
 from .layers.linear import MultiLoRALinear

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import AdapterError
-from .dora import Dora
 from .kind import AdapterKind
-from .less_start import LessStart
-from .lora import Lora
-from .lora_bias import LoraBias
+from .lora import Dora, LessStart, Lora, LoraBias
 
 _KINDS: dict[str, AdapterKind] = {kind.name: kind for kind in (Lora(), LoraBias(), Dora(), LessStart())}
 

@@ -162,7 +162,7 @@ def _table(
     for index, (offset, rank, rank_stride, column_stride, width) in enumerate(key):
         shape = torch.Size((width, rank) if transposed else (rank, width))
         strides = (rank_stride, column_stride)
-        # As `ops.fake.gradient_of`: a Parameter's own strides if it is transposed, else contiguous.
+        # As `ops.registration.gradient_of`: a Parameter's own strides if it is transposed, else contiguous.
         lies_transposed = (strides if not transposed else strides[::-1]) == (1, shape[0])
         grad = (1, shape[0]) if lies_transposed else (shape[1], 1)
         grad_place = (place, *(grad[::-1] if transposed else grad))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.active_adapters import refuse_bypassed_head
+from ..layers.adapter_weights import refuse_bypassed_head
 from ..layers.batch_statistics import refuse_router_losses
 from ..never_compiled import never_compiled
 from ..routing.route import Route

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..layers.active_adapters import disable, disable_adapter, one_adapter, print_trainable_parameters
-from ..layers.adapter_weights import adapter_layers, adapter_parameters
+from ..layers.adapter_weights import (
+    adapter_layers,
+    adapter_parameters,
+    disable,
+    disable_adapter,
+    one_adapter,
+    print_trainable_parameters,
+)
 from ..routing.router import Router, router_of
 from ..targets.add_remove import add_adapter, remove_adapter
 from . import trainer_checkpoint

@@ -14,9 +14,8 @@ from ..adapters.registry import adapter_kind
 from ..adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS
 from ..errors import AdapterError
 from ..frozen.plain import PlainWeight
-from ..layers.active_adapters import one_adapter
 from ..layers.adapter_layer import AdapterLayer
-from ..layers.adapter_weights import adapter_layers
+from ..layers.adapter_weights import adapter_layers, one_adapter
 from ..layers.batch_statistics import StaysInEvaluation
 from ..layers.embedding import MultiLoRAEmbedding
 from ..layers.linear import MultiLoRALinear

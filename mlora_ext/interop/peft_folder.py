@@ -20,7 +20,7 @@ from ..adapters.registry import kind_for
 from ..adapters.trained_parts import TRAINED_COPY, with_task_heads
 from ..errors import AdapterError, NamedError
 from ..layers.adapter_weights import adapter_layers
-from ..layers.task_heads import TaskHeads
+from ..layers.copies import TaskHeads
 from ..routing.router import router_of
 from ..targets.entries import portable_targets
 from ..targets.find import low_rank

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..adapters.kind import AdapterKind, LayerSpec
+from ..adapters.kind import AdapterKind
 from ..frozen.row_norms import row_norms, row_squares
-from ..frozen.weight import FrozenWeight
-from ..routing.router import Router
+from .adapter_layer import AdapterLayer
 from .bank import AdapterBank
 
 _PLAIN = (Tensor, nn.Parameter)  # fake tensors hold no numbers to keep
-
-
-class NormedLayer(Protocol):
-    """A layer whose adapters' norms are kept."""
-
-    frozen: FrozenWeight
-    router: Router
-    specs: dict[str, LayerSpec]
-    _parameters: dict[str, Any]
-    _buffers: dict[str, Any]
-    _modules: dict[str, Any]
-
-    def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
-        """Returns an adapter's Parameters in this layer, by name."""
 
 
 @dataclass
@@ -72,7 +56,7 @@ class KeptNorms:
         """Drops an adapter's norms: it goes."""
         self._kept.pop(name, None)
 
-    def of(self, layer: NormedLayer, adapters: Mapping[str, AdapterKind]) -> dict[str, Tensor]:
+    def of(self, layer: AdapterLayer, adapters: Mapping[str, AdapterKind]) -> dict[str, Tensor]:
         """Returns `[O]` without gradient for each of a layer's adapters."""
         weights = [t for t in _own_tensors(layer) if not t.is_meta]
         base = _key(weights)
@@ -109,7 +93,7 @@ class KeptNorms:
         return note
 
     def _key_of(
-        self, layer: NormedLayer, name: str, own: Mapping[str, nn.Parameter], base: Hashable | None
+        self, layer: AdapterLayer, name: str, own: Mapping[str, nn.Parameter], base: Hashable | None
     ) -> Hashable | None:
         """Returns a key of the numbers that the norms depend on; None where they cannot be kept."""
         banks = [layer._modules[part] for part in own]
@@ -120,7 +104,7 @@ class KeptNorms:
         update = layer.router.updates.latest.get(name, 0)
         return mine, base, layer.specs[name], update, tuple(moves), layer.frozen
 
-    def _squares_of(self, layer: NormedLayer, base: Hashable | None, weights: Sequence[Tensor]) -> Tensor:
+    def _squares_of(self, layer: AdapterLayer, base: Hashable | None, weights: Sequence[Tensor]) -> Tensor:
         key = None if base is None else (base, layer.frozen)
         if key is None or self._squares is None or self._squares[0] != key:
             squares = row_squares(layer.frozen)
@@ -129,7 +113,7 @@ class KeptNorms:
         return self._squares[2]
 
 
-def _own_tensors(layer: NormedLayer) -> list[Tensor]:
+def _own_tensors(layer: AdapterLayer) -> list[Tensor]:
     """Returns the tensors that the frozen weight may be made of: the layer's own."""
     found = [*layer._parameters.values(), *layer._buffers.values()]
     return [tensor for tensor in found if tensor is not None]

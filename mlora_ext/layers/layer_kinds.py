@@ -6,15 +6,13 @@ from torch import nn
 
 from ..adapters.trained_parts import TRAINED_PARTS
 from .adapter_layer import AdapterLayer
-from .copies import TrainedCopies
-from .embedding import MultiLoRAEmbedding
+from .copies import TaskHeads, TrainedCopies
+from .embedding import MultiLoRAEmbedding, TrainedRowsLinear
 from .experts import MultiLoRAExperts, MultiLoRAGivenRows
 from .linear import MultiLoRALinear
-from .matrix import MultiLoRAMatrix
 from .over_module import OverModule
-from .row_head import TrainedRowsLinear
+from .parameter_layer import MultiLoRAMatrix
 from .sample_copies import SampleCopies
-from .task_heads import TaskHeads
 
 LAYER_KINDS: tuple[type[AdapterLayer], ...] = (
     MultiLoRALinear,

@@ -7,13 +7,21 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..adapters.kind import LayerSpec, ParameterSpec
 from ..adapters.registry import adapter_kind
 from ..backends.selection import chosen_backend
-from ..frozen.linear import frozen_linear
+from ..frozen.base_gemm import frozen_linear
 from ..frozen.plain import PlainWeight
-from ..frozen.quantized.families import base_bias, base_weight, family_of, frozen_weight_of, held_numbers
+from ..frozen.quantized.families import (
+    base_bias,
+    base_weight,
+    family_of,
+    frozen_weight_of,
+    held_numbers,
+    is_library_layer,
+)
 from ..frozen.weight import FrozenWeight
 from ..ops.autograd import lora_linear_held
 from ..ops.functional import lora_linear_rows, scaling_dtype
@@ -23,12 +31,15 @@ from ..routing.router import Router
 from .adapter_layer import AdapterLayer, LayerPlace
 from .bank import AdapterBank
 from .kept_norms import KeptNorms
-from .mixed_kinds import mixed_output
+from .mixed_kinds import MixedLayer, mixed_output
+from .over_module import OverModule
 from .own_bases import with_own_bases
-from .plain_linear import features, is_plain_linear, is_transposed
+
+# Computes `x @ W.T`, the same result as nn.Linear.
+_FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
 
 
-class MultiLoRALinear(AdapterLayer):
+class MultiLoRALinear(MixedLayer):
     """`y = x W^T + b + scaling_i drop_i(x) A_i^T B_i^T` for the rows of adapter i (mLoRA, Eq. 2).
 
     Replaces an `nn.Linear` or GPT-2's `Conv1D`. `weight` and `bias` keep their names, so that a base
@@ -219,3 +230,37 @@ class MultiLoRALinear(AdapterLayer):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, adapters=({adapters})"
         )
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module that is not converted computes `x W^T + b`, with a plain or quantised weight."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) in (nn.Linear, Conv1D) or is_library_layer(module) or _computes_as_linear(module)
+
+
+def _computes_as_linear(module: nn.Module) -> bool:
+    """Whether an nn.Linear subclass computes `x W^T + b` and holds only a plain weight and bias."""
+    kind = type(module)
+    if not isinstance(module, nn.Linear) or kind is NonDynamicallyQuantizableLinear:
+        return False
+    own = kind.forward is not nn.Linear.forward and f"{kind.__module__}.{kind.__qualname__}" != _FALCON
+    state = {**module._parameters, **module._buffers, **module._modules}
+    return not own and state.keys() == {"weight", "bias"} and type(state["weight"]) is nn.Parameter
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer stores its weight as `[d_in, d_out]`."""
+    own = isinstance(module, nn.Linear) or is_library_layer(module)
+    return bool(getattr(module, "fan_in_fan_out", not own))
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Returns d_in and d_out of a linear layer, converted or not."""
+    if isinstance(module, OverModule):
+        module = module.base
+    if isinstance(module, AdapterLayer) or is_library_layer(module):
+        return module.in_features, module.out_features  # type: ignore[return-value]
+    weight: Any = module.weight
+    rows, columns = weight.shape
+    return (rows, columns) if is_transposed(module) else (columns, rows)

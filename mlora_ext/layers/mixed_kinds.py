@@ -19,15 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..adapters.kind import AdapterKind, LayerSpec
+from ..adapters.kind import AdapterKind
 from ..adapters.registry import adapter_kind
 from ..backends.plan import rows_of
-from ..frozen.linear import frozen_linear
+from ..frozen.base_gemm import frozen_linear
 from ..frozen.weight import FrozenWeight
 from ..ops.dropout import LEVELS
 from ..ops.functional import lora_linear_rows, scaling_dtype
@@ -35,35 +34,26 @@ from ..ops.held import keeps_gradient
 from ..ops.row_outputs import dropped_rows, keep_mask, scaled_rows, shifted_rows, stacked_rows
 from ..ops.segments import SegmentLayout
 from ..routing.route import RoutePlan, RouteTensors
-from ..routing.router import Router
 from ..upload import to_device
+from .adapter_layer import AdapterLayer
 from .kept_norms import KeptNorms
 
 
-class MixedLayer(Protocol):
-    """A layer with adapters of several kinds: `MultiLoRALinear`."""
+class MixedLayer(AdapterLayer):
+    """What this file and `own_bases` need of a layer: `MultiLoRALinear`."""
 
     out_features: int
-    frozen: FrozenWeight
     norms: KeptNorms
-    router: Router
-    specs: dict[str, LayerSpec]
-    _parameters: dict[str, Any]
-    _buffers: dict[str, Any]
-    _modules: dict[str, Any]
 
-    def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
-        """Returns an adapter's Parameters in this layer, by name."""
+    def added(self, x: Tensor, active: RouteTensors, frozen: FrozenWeight) -> Tensor:
+        """Returns the output over a frozen weight, with the low-rank parts of the route's adapters."""
+        raise NotImplementedError
 
     def operator_output(
-        self,
-        x: Tensor,
-        bias: Tensor | None,
-        names: tuple[str, ...],
-        plan: RoutePlan,
-        frozen: FrozenWeight,
+        self, x: Tensor, bias: Tensor | None, names: tuple[str, ...], plan: RoutePlan, frozen: FrozenWeight
     ) -> Tensor:
-        """Returns `y` of adapters whose A and B are the Parameters `lora_A` and `lora_B`."""
+        """Returns `[..., d_out]` for adapters whose A and B are `lora_A` and `lora_B`."""
+        raise NotImplementedError
 
 
 def mixed_output(

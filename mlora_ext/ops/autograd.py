@@ -16,7 +16,7 @@ from torch.autograd.function import _SingleLevelFunction
 from ..backends import run
 from ..backends.interface import PLAN, Layer, PlanTensors
 from ..backends.selection import Backend, backend_for
-from ..frozen.rows import dense_rows
+from ..frozen.base_gemm import dense_rows
 from ..frozen.weight import FrozenWeight, FusedOperands
 from ..library import check_library
 from ..once_differentiable import once_differentiable

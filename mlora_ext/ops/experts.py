@@ -21,14 +21,14 @@ from ..backends.expert_factors import expert_factors, expert_parts
 from ..backends.factors import Factors, own_gradients
 from ..backends.interface import Adapters, Layer, PlanTensors
 from ..backends.selection import Backend, backend_for
-from ..frozen.linear import frozen_linear
-from ..frozen.rows import dense_rows
+from ..frozen.base_gemm import dense_rows, frozen_linear
 from ..frozen.weight import FrozenWeight
 from ..library import check_library
 from ..once_differentiable import once_differentiable
-from . import fake, reference
+from . import reference
 from .autograd import versions_of
 from .held import HeldAdapters, keeps_gradient
+from .registration import gradient_of
 
 
 def lora_experts(
@@ -155,7 +155,7 @@ class _LoRAExperts(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         if isinstance(dy, FakeTensor):
             dx = ctx.call.frozen.matmul_dx(dy) if needs[0] else None
-            gradients = [fake.gradient_of(one) for one in ctx.parameters]
+            gradients = [gradient_of(one) for one in ctx.parameters]
         else:
             dx, gradients = _backward(dense_rows(dy), x, ctx.call, ctx.parameters, tuple(saved), needs[0])
         wanted = [g if need else None for g, need in zip(gradients, needs[2:], strict=True)]

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ..backends.interface import PlanTensors
 from ..backends.selection import backend_for
-from ..frozen.linear import frozen_linear
+from ..frozen.base_gemm import dense_rows, frozen_linear
 from ..frozen.plain import PlainWeight
-from ..frozen.rows import dense_rows
 from ..frozen.weight import FrozenWeight
 from . import autograd, reference
 from .dropout import LoRADropout

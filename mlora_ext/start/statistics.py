@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.kind import LayerSpec
-from ..adapters.less_start import with_start
-from ..adapters.lora import set_values
+from ..adapters.lora import set_values, with_start
 from ..adapters.lora_config import init_kind
 from ..adapters.peft_start import start_values
 from ..errors import AdapterError

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..adapters.kind import LayerSpec, one_by_one
 from ..layers.adapter_weights import adapter_layers
-from ..layers.row_head import warn_of_dropped_biases
+from ..layers.embedding import warn_of_dropped_biases
 from ..warn_caller import warn_caller
 from .find import (
     Modules,

@@ -29,10 +29,9 @@ from ..adapters.trained_parts import (
 from ..errors import AdapterError
 from ..frozen.quantized.families import is_gptqmodel
 from ..layers.adapter_layer import AdapterLayer
-from ..layers.copies import why_not_copied
+from ..layers.copies import TaskHeads, why_not_copied
 from ..layers.linear import MultiLoRALinear
 from ..layers.over_module import OverModule
-from ..layers.task_heads import TaskHeads
 from .refuse import (
     check_parameters,
     check_patterns,

@@ -22,15 +22,12 @@ from ..adapters.trained_parts import TRAINED_COPY, TRAINED_ROWS
 from ..errors import AdapterError
 from ..frozen.quantized.families import family_of, fault_of, is_gptqmodel, is_library_layer
 from ..layers.adapter_layer import AdapterLayer
-from ..layers.embedding import MultiLoRAEmbedding
+from ..layers.embedding import MultiLoRAEmbedding, has_plain_rows
 from ..layers.experts import MultiLoRAExperts, MultiLoRAGivenRows
 from ..layers.layer_kinds import layer_kind
-from ..layers.linear import MultiLoRALinear
-from ..layers.matrix import MultiLoRAMatrix
+from ..layers.linear import MultiLoRALinear, is_plain_linear, is_transposed
 from ..layers.over_module import plain_module
-from ..layers.parameter_layer import ParameterLayer
-from ..layers.plain_linear import is_plain_linear, is_transposed
-from ..layers.trained_rows import has_plain_rows
+from ..layers.parameter_layer import MultiLoRAMatrix, ParameterLayer
 
 if TYPE_CHECKING:
     from peft import LoraConfig

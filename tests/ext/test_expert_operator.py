@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlora_ext.backends.expert_factors import expert_parts
 from mlora_ext.frozen.experts import ExpertsWeight, grouped_product
-from mlora_ext.layers.expert_rows import ExpertRows, pairs_of
+from mlora_ext.layers.experts import ExpertRows, pairs_of
 from mlora_ext.ops.autograd import lora_linear_held
 from mlora_ext.ops.experts import hold_experts, lora_experts
 from mlora_ext.ops.held import UpdateCounts

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import mlora_ext as mx
 from mlora_ext.backends.selection import Backend
 from mlora_ext.frozen import registry
-from mlora_ext.frozen.linear import frozen_linear
+from mlora_ext.frozen.base_gemm import frozen_linear
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.frozen.registry import frozen_kind, register_frozen_weight
 from mlora_ext.frozen.weight import FrozenWeight

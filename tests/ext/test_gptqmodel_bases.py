@@ -27,7 +27,7 @@ from gptqmodel.nn_modules.qlinear.torch_int8 import TorchInt8Linear
 from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
 import mlora_ext as mx
-from mlora_ext.frozen.linear import frozen_linear
+from mlora_ext.frozen.base_gemm import frozen_linear
 from mlora_ext.frozen.quantized import blocks, gptqmodel
 from tests.packed_checkpoints import load_packed, packed, save_packed
 

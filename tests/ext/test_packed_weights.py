@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mlora_ext as mx
 from mlora_ext.frozen import base_gemm as gemm
-from mlora_ext.frozen.linear import frozen_linear
+from mlora_ext.frozen.base_gemm import frozen_linear
 from mlora_ext.frozen.packed import PackedCache, PackedWeight, packs
 from mlora_ext.frozen.plain import PlainWeight
 

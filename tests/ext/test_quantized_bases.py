@@ -27,7 +27,7 @@ import bitsandbytes as bnb
 import torchao.quantization as ao
 
 import mlora_ext as mx
-from mlora_ext.frozen.linear import frozen_linear
+from mlora_ext.frozen.base_gemm import frozen_linear
 from mlora_ext.frozen.quantized import blocks
 from mlora_ext.frozen.quantized.torchao import stored_bytes
 

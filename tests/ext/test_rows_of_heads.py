@@ -33,7 +33,7 @@ from transformers import (
 )
 
 import mlora_ext as mx
-from mlora_ext.layers.row_head import peft_drops_bias
+from mlora_ext.layers.embedding import peft_drops_bias
 
 TOKENS = [3, 5, 9, 17]
 LEAVES_OUT = "PEFT's unmerged forward of its folder leaves the bias of cls.predictions.decoder out"

@@ -7,8 +7,7 @@ from cases import make
 from peft import LoraConfig
 
 import mlora_ext as mx
-from mlora_ext.frozen.base_gemm import serves
-from mlora_ext.frozen.linear import frozen_linear
+from mlora_ext.frozen.base_gemm import frozen_linear, serves
 from mlora_ext.frozen.plain import PlainWeight
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mlora_ext as mx
 from mlora_ext.layers.experts import MultiLoRAExperts
-from mlora_ext.layers.matrix import MultiLoRAMatrix
+from mlora_ext.layers.parameter_layer import MultiLoRAMatrix
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 QUICK = [

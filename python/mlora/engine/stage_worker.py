@@ -46,7 +46,7 @@ from mlora.pipeline.trace import Trace
 from mlora_ext.backends.gpu_base_gemm import Record
 from mlora_ext.interop.peft_folder import adapter_state
 from mlora_ext.layers.adapter_weights import neutral_names, scalings, write_weights, written_marks
-from mlora_ext.layers.row_head import TrainedRowsLinear
+from mlora_ext.layers.embedding import TrainedRowsLinear
 from mlora_ext.out_of_memory import is_out_of_memory
 from mlora_ext.routing.router import router_of
 

@@ -22,12 +22,11 @@ from mlora_ext.adapters.trained_parts import (
 from mlora_ext.errors import AdapterError
 from mlora_ext.interop.peft_folder import check_body_names
 from mlora_ext.layers.adapter_weights import adapter_layers
-from mlora_ext.layers.copies import TrainedCopies
+from mlora_ext.layers.copies import TaskHeads, TrainedCopies
+from mlora_ext.layers.embedding import TrainedRowsLinear
 from mlora_ext.layers.layer_kinds import layer_kind
 from mlora_ext.layers.linear import MultiLoRALinear
-from mlora_ext.layers.row_head import TrainedRowsLinear
 from mlora_ext.layers.sample_copies import SampleCopies
-from mlora_ext.layers.task_heads import TaskHeads
 from mlora_ext.routing.router import router_of
 from mlora_ext.targets.add_remove import remove_adapter
 

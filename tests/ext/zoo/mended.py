@@ -8,7 +8,7 @@ from unittest import mock
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
 
-from mlora_ext.layers.row_head import peft_drops_bias
+from mlora_ext.layers.embedding import peft_drops_bias
 
 
 @contextmanager
