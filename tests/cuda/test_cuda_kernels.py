@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -402,13 +401,6 @@ def test_gradients_without_memory_for_their_sums_are_nan(
         assert all(map(torch.equal, found[:2], wanted[:2]))
         assert found[2].isnan().all()
     assert all(map(torch.equal, gradients(backend, case, ALL)[1], expected[1])), "tickets are as before"
-
-
-@pytest.fixture
-def saved_masks() -> Iterator[None]:
-    mx.save_dropout_masks()
-    yield
-    mx.save_dropout_masks(False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

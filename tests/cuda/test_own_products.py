@@ -33,13 +33,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield
 
 
-@pytest.fixture
-def saved_masks() -> Iterator[None]:
-    mx.save_dropout_masks()
-    yield
-    mx.save_dropout_masks(False)
-
-
 def launches_of(run: Callable[[], object]) -> list[str]:
     with emulated.watched() as launches:
         run()
