@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 _ADDRESS, _SHAPE, _STRIDE = Tensor.data_ptr, attrgetter("shape"), Tensor.stride
-_KEPT = 4096
+_KEPT, _KEPT_OF_EXPERTS = 4096, 256
 _ALIGNMENT = 16
 _MOST_ROW_BYTES = 1 << 24
 _captured: set[Tensor] = set()
 """Tables whose addresses stand in captured CUDA graphs; nobody tells when a graph goes."""
 _Place = tuple[int, int, int, int, int]
+"""Offset from the first matrix, rank, rank stride, column stride and width, in elements."""
 _Addresses = tuple[tuple[int, ...], tuple[torch.Size, ...], tuple[tuple[int, ...], ...]]
 GradientShapes = tuple[tuple[torch.Size, tuple[int, int], int], ...]
 
@@ -136,7 +137,6 @@ def _described(
 
 
 def _places(addresses: _Addresses, rank_dim: int, size: int) -> tuple[_Place, ...]:
-    """Returns offset from the first, rank, rank stride, column stride and width of each, in elements."""
     base = addresses[0][0]
     return tuple(
         (
@@ -172,8 +172,90 @@ def _table(
         shapes.append((shape, grad, place))
         place += -(-shape.numel() // _ALIGNMENT) * _ALIGNMENT
     dense = all(row[2] == 1 and row[6] == 1 for row in rows)
+    alignment = _alignment(rows)
+    # waits for the copy: all streams share the table, and it is made once
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device), dense, alignment, tuple(shapes)
+
+
+def _alignment(rows: Sequence[tuple[int, ...]]) -> int:
+    """Returns the power of two that divides the offsets and rank strides of a table's rows."""
     alignment = _ALIGNMENT
     while any(value % alignment for row in rows for value in (row[0], row[1], row[4], row[5])):
         alignment //= 2
-    # waits for the copy: all streams share the table, and it is made once
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device), dense, alignment, tuple(shapes)
+    return alignment
+
+
+def expert_factors(
+    matrices: Sequence[Tensor],
+    experts: int,
+    *,
+    transposed: bool,
+    gradients: Sequence[Tensor] | None = None,
+) -> Factors:
+    """Returns the table `[N · E, 8]` of N adapters on E experts; row `n · E + e` is adapter n on expert e.
+
+    PEFT keeps all experts' A of one adapter in one matrix `[r · E, D]`, expert after expert, and all B in
+    `[O, r · E]`, where column `k · E + e` is column k of expert e. So a pair's matrices are strided parts.
+
+    Args:
+        matrices: A `[r_n · E, D]` of each adapter, or with `transposed` B `[O, r_n · E]`; of one dtype.
+        experts: E.
+        transposed: whether these are B.
+        gradients: existing gradients to add to, of the same shapes and dtype. Without them,
+            `Factors.new_gradients` makes a buffer; the caller clears it, since kernels add to it.
+    """
+    refuse_meta([True, *(not matrix.is_meta for matrix in matrices)])  # x is real
+    first, rank_dim = matrices[0], int(transposed)
+    size, width = first.element_size(), first.shape[1 - rank_dim]
+    places = _places(_addresses(matrices), rank_dim, size)
+    shapes, buffer = _expert_buffer(places, width, transposed)
+    into = buffer if gradients is None else _places(_addresses(gradients), rank_dim, size)
+    table, dense, alignment = _expert_table(places, into, experts, transposed, first.device)
+    largest = max(rows for _, rows, *_ in places) // experts
+    near = all(stride * experts * size < _MOST_ROW_BYTES for _, _, stride, *_ in places)
+    aligned = dense and near and alignment * size % 16 == 0 and first.data_ptr() % 16 == 0
+    return Factors(matrices, first, table, width, largest, dense, alignment, aligned, shapes, gradients, True)
+
+
+def expert_parts(matrix: Tensor, experts: int, *, transposed: bool) -> list[Tensor]:
+    """Returns the parts `[r, D]` of A `[r · E, D]`, or with `transposed` those `[O, r]` of B `[O, r · E]`."""
+    if transposed:
+        return list(matrix.unflatten(1, (-1, experts)).unbind(2))
+    return list(matrix.unflatten(0, (experts, -1)).unbind(0))
+
+
+def _expert_buffer(
+    places: Sequence[_Place], width: int, transposed: bool
+) -> tuple[GradientShapes, tuple[_Place, ...]]:
+    """Returns shape, strides and offset of every gradient in one buffer, and their places there."""
+    shapes: list[tuple[torch.Size, tuple[int, int], int]] = []
+    inside: list[_Place] = []
+    offset = 0
+    for _, rows, *_ in places:
+        shape = torch.Size((width, rows) if transposed else (rows, width))
+        shapes.append((shape, (1, width) if transposed else (width, 1), offset))
+        inside.append((offset, rows, width, 1, width))
+        offset += -(-rows * width // _ALIGNMENT) * _ALIGNMENT
+    return tuple(shapes), tuple(inside)
+
+
+@lru_cache(maxsize=_KEPT_OF_EXPERTS)
+@torch.inference_mode(False)
+def _expert_table(
+    places: tuple[_Place, ...],
+    into: tuple[_Place, ...],
+    experts: int,
+    transposed: bool,
+    device: torch.device,
+) -> tuple[Tensor, bool, int]:
+    """Returns the table, whether all columns are dense, and the power of two that divides all distances."""
+    starts, steps = [], []
+    for (offset, rows, stride, column, _), (to, _, to_stride, to_column, _) in zip(places, into, strict=True):
+        rank = rows // experts
+        between, along = (1, experts) if transposed else (rank, 1)
+        starts.append((offset, along * stride, column, rank, to, along * to_stride, to_column, 0))
+        steps.append((between * stride, 0, 0, 0, between * to_stride, 0, 0, 0))
+    start, step = (torch.tensor(rows, device="cpu").unsqueeze(1) for rows in (starts, steps))
+    table = start + step * torch.arange(experts, device="cpu").view(1, -1, 1)
+    dense = all(row[2] == 1 and row[6] == 1 for row in starts)
+    return table.view(-1, 8).to(device), dense, _alignment([*starts, *steps])

@@ -1,7 +1,7 @@
 """The operator over experts: each pair of an adapter and an expert has rows, an A and a B of its own.
 
 The tables of addresses have a row per pair, so launches do not grow with adapters or experts. Parameters
-hold all experts of an adapter: see `mlora_ext.backends.expert_factors`.
+hold all experts of an adapter: see `mlora_ext.backends.factors`.
 
 Letters: S rows, D = d_in, O = d_out, N adapters, E experts.
 """
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from ..backends import run
-from ..backends.expert_factors import expert_factors, expert_parts
-from ..backends.factors import Factors, own_gradients
+from ..backends.factors import Factors, expert_factors, expert_parts, own_gradients
 from ..backends.interface import Adapters, Layer, PlanTensors
 from ..backends.selection import Backend, backend_for
 from ..frozen.base_gemm import dense_rows, frozen_linear

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -75,7 +76,7 @@ class SegmentLayout:
         row0_ = _running_rows(lengths_, adapters_) if row0 is None else _integers("row0", row0)
         return cls(lengths_, adapters_, row0_)
 
-    @property
+    @cached_property
     def total_rows(self) -> int:
         """Number of rows of `x`."""
         return sum(self.lengths)

@@ -8,7 +8,7 @@ from backends import QUICK, serving
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor
 
-from mlora_ext.backends.expert_factors import expert_parts
+from mlora_ext.backends.factors import expert_parts
 from mlora_ext.frozen.experts import ExpertsWeight, grouped_product
 from mlora_ext.layers.experts import ExpertRows, pairs_of
 from mlora_ext.ops.autograd import lora_linear_held
