@@ -77,7 +77,7 @@ def linear() -> dict[str, Case]:
 
 
 def train() -> dict[str, Case]:
-    """Returns steps as `train` makes them."""
+    """Returns steps as `python -m bench train` makes them."""
     bench = first_of("training.train", "bench_train")
     cases = {}
     for adapters, sequences, length in STEPS:
@@ -113,7 +113,7 @@ def processes() -> dict[str, Case]:
 
 
 def scheduler() -> dict[str, Case]:
-    """Returns turns of five iterations of a run as `scheduler` makes it."""
+    """Returns turns of five iterations of a run as `python -m bench scheduler` makes it."""
     overhead = first_of("scheduler.overhead", "scheduler_overhead")
     runs = first_of("scheduler.run", "scheduler_run")
     config = first_of("scheduler.setup", "scheduler_setup", "scheduler.run").make_config

@@ -125,13 +125,13 @@ def packed_attention(
     packed_sequences.windows[getattr(module, "layer_idx", None)] = sliding_window
     if softcap is None and s_aux is None and _flash_serves(query, value):
         return _varlen(query, key, value, packed_sequences, scaling, sliding_window), None
-    rows = [x.transpose(1, 2) for x in (query, key, value)]
+    rows = [query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)]
     runs = packed_sequences.runs
     sizes = [count * length for count, length in runs]
     pieces = [rows] if len(runs) == 1 else zip(*(x.split(sizes, dim=1) for x in rows), strict=True)
     outputs = []
     for (count, length), piece in zip(runs, pieces, strict=True):
-        q, k, v = (x.reshape(count, length, *x.shape[2:]).transpose(1, 2) for x in piece)
+        q, k, v = [x.reshape(count, length, *x.shape[2:]).transpose(1, 2) for x in piece]
         if softcap is None and s_aux is None:
             windowed = sliding_window is not None and sliding_window < length
             band = packed_sequences.band(length, sliding_window, q.dtype) if windowed else None
