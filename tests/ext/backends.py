@@ -123,3 +123,14 @@ def serving(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
         torch.set_default_device(None)
         if own:
             mx.use_gpu_base_gemm(None)
+
+
+def fixture_of(backends: list, *, autouse: bool = True) -> Any:
+    """Returns the fixture `backend` of a file: each of its tests is served by every one of these."""
+
+    @pytest.fixture(params=backends, autouse=autouse)
+    def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+        with serving(request.param, monkeypatch) as name:
+            yield name
+
+    return backend

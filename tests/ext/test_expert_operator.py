@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from backends import QUICK, serving
+from backends import QUICK, fixture_of
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor
 
@@ -22,10 +22,7 @@ RANKS, SCALING = (3, 7, 2), (2.0, 0.5, 1.0)
 # Triton's interpreter takes seconds for each of these
 
 
-@pytest.fixture(params=QUICK, autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    with serving(request.param, monkeypatch) as name:
-        yield name
+backend = fixture_of(QUICK)
 
 
 @dataclass

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
-from backends import BACKENDS, serving
+from backends import BACKENDS, fixture_of
 from cases import Case, make
 from peft import LoraConfig
 from tolerances import assert_as_exact
@@ -64,10 +63,7 @@ def int8(monkeypatch: pytest.MonkeyPatch) -> None:
     register_frozen_weight("int8", Int8Weight)
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    with serving(request.param, monkeypatch) as name:
-        yield name
+backend = fixture_of(BACKENDS, autouse=False)
 
 
 def held(case: Case) -> tuple[Int8Weight, Tensor]:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from backends import BACKENDS, serving
+from backends import BACKENDS, fixture_of
 from models import NAMES, assert_same, converted, gradients, llama, token_ids
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
@@ -25,10 +25,7 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=GPU_BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    with serving(request.param, monkeypatch) as name:
-        yield name
+backend = fixture_of(GPU_BACKENDS)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from backends import BACKENDS, serving
+from backends import BACKENDS, fixture_of
 from plan_oracle import Row, plan_of
 
 import mlora_ext as mx
@@ -21,10 +21,7 @@ from mlora_ext.upload import once_per_stream, to_device
 GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
 
 
-@pytest.fixture(params=GPU_BACKENDS)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    with serving(request.param, monkeypatch) as name:
-        yield name
+backend = fixture_of(GPU_BACKENDS, autouse=False)
 
 
 def made_plan(backend: str, layout: mx.SegmentLayout, adapters: int, total_rows: int) -> Plan:

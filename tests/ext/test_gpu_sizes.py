@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backends import BACKENDS, by_dtype, serving
+from backends import BACKENDS, by_dtype, fixture_of
 from cases import Case, assert_right, make
 from tolerances import assert_as_exact, assert_same_up_to_rounding
 
@@ -21,10 +21,7 @@ GPU_BACKENDS = [backend for backend in BACKENDS if backend != "cpu"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(params=GPU_BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    with serving(request.param, monkeypatch) as name:
-        yield name
+backend = fixture_of(GPU_BACKENDS)
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)

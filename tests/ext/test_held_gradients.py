@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from backends import BACKENDS, QUICK, serving
+from backends import BACKENDS, QUICK, fixture_of
 from cases import Case, assert_right, make
 from models import assert_same, converted, gradients, token_ids
 from peft import LoraConfig
@@ -22,11 +22,7 @@ from mlora_ext.layers.linear import MultiLoRALinear
 from mlora_ext.ops.autograd import lora_linear_held
 from mlora_ext.ops.held import HeldAdapters, UpdateCounts, hold
 
-
-@pytest.fixture(params=BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    with serving(request.param, monkeypatch) as name:
-        yield name
+backend = fixture_of(BACKENDS)
 
 
 def with_gradients(case: Case) -> Case:

@@ -1,15 +1,12 @@
 """Rows inside wider tensors: no 16-bit product of a CPU reads them, since some take in NaN from beside."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from backends import BACKENDS, serving
+from backends import BACKENDS, fixture_of
 from cases import Case, make
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mlora_ext.backends.selection import Backend
 from mlora_ext.frozen import base_gemm as gemm
 from mlora_ext.frozen.plain import PlainWeight
 from mlora_ext.ops.functional import lora_linear_fused
@@ -20,10 +17,7 @@ OURS = (
 PRODUCTS = {"mm", "addmm", "addmm_", "linear", *OURS}
 
 
-@pytest.fixture(params=BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
-    with serving(request.param, monkeypatch) as name:
-        yield name
+backend = fixture_of(BACKENDS)
 
 
 class Products(TorchDispatchMode):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from backends import BACKENDS, serving
+from backends import BACKENDS, fixture_of
 from cases import make
 from peft import LoraConfig
 
@@ -10,11 +10,7 @@ import mlora_ext as mx
 from mlora_ext.frozen.base_gemm import frozen_linear, serves
 from mlora_ext.frozen.plain import PlainWeight
 
-
-@pytest.fixture(params=BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    with serving(request.param, monkeypatch) as name:
-        yield name
+backend = fixture_of(BACKENDS)
 
 
 def test_differentiable_once() -> None:
