@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from tolerances import STEADY_EPSILON
@@ -138,6 +139,14 @@ def loss_of(model: Any, output: Any, labels: Mapping[str, torch.Tensor], rows: s
     if "Causal" in type(model).__name__:
         return model.loss_function(logits=logits, labels=own["labels"], vocab_size=VOCABULARY)
     return nn.functional.cross_entropy(logits.flatten(0, -2), own["labels"].flatten())
+
+
+def assert_refused(model: nn.Module, config: LoraConfig, message: str) -> None:
+    """Fails unless a conversion is refused with this message, and changes nothing."""
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        mx.convert_model(model, {"a": config})
+    assert [type(module) for module in model.modules()] == before
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:

@@ -129,6 +129,18 @@ def _with_name(layer: AdapterLayer, name: str, key: str) -> str:
     return f"{key}.{name}" if of_a_table else f"{key.removesuffix('.weight')}.{name}.weight"
 
 
+def assert_same_gradients(ours: nn.Module, peft: nn.Module, name: str, tolerance: float = 1e-5) -> None:
+    """Compares those of an adapter with PEFT's, one by one; those that no row reached are None in both."""
+    state, some = trained_parameters(peft), False
+    for key, parameter in by_peft_key(ours, name).items():
+        theirs = state[key].grad
+        assert (parameter.grad is None) == (theirs is None), key
+        if theirs is not None:
+            some = some or bool(parameter.grad.any())
+            assert_same_up_to_rounding(parameter.grad, theirs, key, tolerance)
+    assert some, name
+
+
 def token_ids(batch: int, length: int) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (batch, length))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, by_peft_key, copy_weights, peft_model, token_ids, trained_parameters
+from models import VOCABULARY, assert_same_gradients, copy_weights, peft_model, token_ids
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
@@ -228,12 +228,7 @@ def test_as_peft_for_each_adapter_alone() -> None:
         alone = peft(**rows(given, places)).logits
         alone.square().mean((1, 2)).sum().backward()
         assert_same_up_to_rounding(mixed[places].detach(), alone.detach(), name)
-        state = trained_parameters(peft)
-        for key, parameter in by_peft_key(ours, name).items():
-            theirs = state[key].grad
-            assert (parameter.grad is None) == (theirs is None), key
-            if theirs is not None:
-                assert_same_up_to_rounding(parameter.grad, theirs, key)
+        assert_same_gradients(ours, peft, name)
     assert not ours.mlora_router.selected
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from head_models import lora
 from memory import most_at_once
-from models import by_peft_key, copy_weights, peft_model, trained_parameters
+from models import assert_same_gradients, copy_weights, peft_model
 from peft import LoraConfig
 from tolerances import assert_same_up_to_rounding
 from torch import Tensor, nn
@@ -72,17 +72,31 @@ def both(model: nn.Module, **fields: Any) -> tuple[nn.Module, nn.Module]:
     return ours, peft
 
 
-def assert_same_gradients(ours: nn.Module, peft: nn.Module, name: str, tolerance: float = 1e-5) -> None:
-    """Compares those of PEFT's active adapter, all of which have some."""
-    state = trained_parameters(peft)
-    for key, parameter in by_peft_key(ours, name).items():
-        assert parameter.grad is not None, key
-        assert parameter.grad.any(), key
-        assert_same_up_to_rounding(parameter.grad, state[key].grad, key, tolerance)
-
-
 def ids() -> Tensor:
     return torch.randint(0, V, (3, 5))
+
+
+def assert_same_step(ours: nn.Module, peft: nn.Module, name: str, mine: Tensor, theirs: Tensor) -> None:
+    """Compares results of PEFT's active adapter, and the gradients that a loss of them gives."""
+    assert_same_up_to_rounding(mine.detach(), theirs.detach(), name)
+    mine.square().mean((1, 2)).sum().backward()
+    theirs.square().mean((1, 2)).sum().backward()
+    assert_same_gradients(ours, peft, name)
+
+
+def assert_each_as_alone(ours: nn.Module, peft: Any, tokens: Tensor, names: list[str]) -> None:
+    """Compares a mixed batch, whose last row is the base's, with PEFT's adapters alone."""
+    mixed = ours(input_ids=tokens, adapter_names=names)
+    mixed.square().mean((1, 2)).sum().backward()
+    for row, name in enumerate(names[:2]):
+        peft.set_adapter(name)
+        alone = peft(tokens[row : row + 1])
+        assert mixed.dtype == alone.dtype
+        assert_same_up_to_rounding(mixed[row].detach(), alone[0].detach(), name)
+        alone.square().mean((1, 2)).sum().backward()
+        assert_same_gradients(ours, peft, name)
+    with torch.no_grad(), peft.disable_adapter():
+        assert_same_up_to_rounding(mixed[2].detach(), peft(tokens[2:])[0], "base")
 
 
 ROWS: dict[str, Any] = {"trainable_token_indices": {"embed": list(range(0, V, 2))}}
@@ -99,11 +113,7 @@ def test_one_adapter_reads_its_own_and_a_mixed_batch_multiplies_by_them(
     tokens = ids()
     for name in "ab":
         peft.set_adapter(name)
-        mine, theirs = ours(input_ids=tokens, adapter_names=[name] * 3), peft(tokens)
-        assert_same_up_to_rounding(mine.detach(), theirs.detach(), name)
-        mine.square().mean((1, 2)).sum().backward()
-        theirs.square().mean((1, 2)).sum().backward()
-        assert_same_gradients(ours, peft, name)
+        assert_same_step(ours, peft, name, ours(input_ids=tokens, adapter_names=[name] * 3), peft(tokens))
     with peft.disable_adapter():
         assert torch.equal(ours(input_ids=tokens, adapter_names=["__base__"] * 3), peft(tokens))
     names = ["a", "b", "__base__"]
@@ -113,16 +123,7 @@ def test_one_adapter_reads_its_own_and_a_mixed_batch_multiplies_by_them(
         return
     ours.zero_grad()
     peft.zero_grad()
-    mixed = ours(input_ids=tokens, adapter_names=names)
-    mixed.square().mean((1, 2)).sum().backward()
-    for row, name in enumerate(names[:2]):
-        peft.set_adapter(name)
-        alone = peft(tokens[row : row + 1])
-        assert_same_up_to_rounding(mixed[row].detach(), alone[0].detach(), name)
-        alone.square().mean((1, 2)).sum().backward()
-        assert_same_gradients(ours, peft, name)
-    with torch.no_grad(), peft.disable_adapter():
-        assert_same_up_to_rounding(mixed[2].detach(), peft(tokens[2:])[0], "base")
+    assert_each_as_alone(ours, peft, tokens, names)
 
 
 @pytest.mark.parametrize("fields", [ROWS, {"modules_to_save": ["embed"]}])
@@ -142,18 +143,7 @@ def test_products_of_a_mixed_batch(how: str, fields: dict[str, Any]) -> None:
             return eval(how, given).unflatten(0, h.shape[:2])
 
     ours, peft = both(Multiplies(), **fields)
-    tokens, names = ids(), ["b", "a", "__base__"]
-    mixed = ours(input_ids=tokens, adapter_names=names)
-    mixed[:2].square().sum().backward()
-    for row, name in enumerate(names[:2]):
-        peft.set_adapter(name)
-        alone = peft(tokens[row : row + 1])
-        assert mixed.dtype == alone.dtype
-        assert_same_up_to_rounding(mixed[row].detach(), alone[0].detach(), name)
-        alone.square().sum().backward()
-        assert_same_gradients(ours, peft, name)
-    with torch.no_grad(), peft.disable_adapter():
-        assert_same_up_to_rounding(mixed[2].detach(), peft(tokens[2:])[0], "base")
+    assert_each_as_alone(ours, peft, ids(), ["b", "a", "__base__"])
 
 
 @pytest.mark.parametrize("fields", [ROWS, {"modules_to_save": ["embed"]}])
@@ -168,11 +158,7 @@ def test_packed_rows_of_one_adapter_read_its_own(fields: dict[str, Any]) -> None
         lengths, owners = [0, tokens.numel()], [1 - owner, owner]
         with mx.route(ours, mx.SegmentLayout.from_lengths(lengths, owners), names=["a", "b"]):
             mine = ours(input_ids=tokens)
-        theirs = peft(tokens)
-        assert_same_up_to_rounding(mine.detach(), theirs.detach(), name)
-        mine.square().mean((1, 2)).sum().backward()
-        theirs.square().mean((1, 2)).sum().backward()
-        assert_same_gradients(ours, peft, name)
+        assert_same_step(ours, peft, name, mine, peft(tokens))
     nobodys = mx.SegmentLayout.from_lengths([tokens.numel()], [-1])
     with mx.route(ours, nobodys, names=["a", "b"]), peft.disable_adapter():
         assert torch.equal(ours(input_ids=tokens), peft(tokens))
