@@ -1,7 +1,5 @@
 """What was learnt of one batch is not used for one whose samples are treated differently, or are others."""
 
-import copy
-
 import pytest
 import torch
 from arranged import NAMES, WIDTH, Inside, Pooled, assert_as_alone, ids_of, model_of
@@ -66,6 +64,8 @@ def test_masks_that_begin_to_differ(kind: type[Inside], lengths: tuple[int, int]
     assert right_or_refused(model, ids, **{argument: masks(4, 4)})
     for _ in range(2):
         assert not right_or_refused(model, ids, **{argument: masks(*lengths)})
+    one = {argument: masks(*lengths)}
+    assert model(ids, **one, adapter_names=["a", "a"]).shape == (2, 6, 5)
     assert right_or_refused(model, ids, **{argument: masks(4, 4)})
 
 
@@ -73,6 +73,7 @@ def test_masks_that_begin_to_differ(kind: type[Inside], lengths: tuple[int, int]
     ("first", "second"),
     [
         ([1, 1, 1, 1], [1, 2, 1, 3]),
+        (torch.full((4,), 5), torch.tensor([5, 2, 4, 3])),
         (torch.ones(4), torch.tensor([0.1, 0.9, 0.2, 0.3])),
         ([4, 3, 2, 1], [1, 3, 2, 4]),
         (torch.tensor([4, 3, 2, 1]), torch.tensor([1, 3, 2, 4])),
@@ -155,16 +156,18 @@ class BehindDropout(Inside):
         return self.out(self.lin(h[order])[order.argsort()])
 
 
+def cache_of(held: Tensor) -> DynamicCache:
+    cache = DynamicCache()
+    cache.update(held, held, 0)
+    return cache
+
+
 class BehindACache(Inside):
     """What a cache holds of each sample is added before samples are sorted."""
 
     def forward(self, ids: Tensor, score: Tensor) -> Tensor:
-        cache = DynamicCache()
-        held = torch.randn(
-            4, 1, 6, WIDTH, generator=torch.Generator(torch.get_default_device()).manual_seed(0)
-        )
-        cache.update(held, held, 0)
-        return self.step(ids, score, cache)
+        same = torch.Generator(torch.get_default_device()).manual_seed(0)
+        return self.step(ids, score, cache_of(torch.randn(4, 1, 6, WIDTH, generator=same)))
 
     def step(self, ids: Tensor, score: Tensor, cache: DynamicCache) -> Tensor:
         h = self.embed(ids)
@@ -187,11 +190,15 @@ def test_an_order_by_scores_is_seen(kind: type[Inside]) -> None:
     for scores in ([1.0, 2.0, 3.0, 4.0], [2.0, 1.0, 4.0, 3.0]):
         more = {"score": torch.tensor(scores)}
         if kind is GivenACache:
-            more["cache"] = DynamicCache()
-            held = torch.randn(4, 1, 6, WIDTH)
-            more["cache"].update(held, held, 0)
+            more["cache"] = cache_of(torch.randn(4, 1, 6, WIDTH))
         with pytest.raises(ValueError, match=UNKNOWN):
             model(given, adapter_names=NAMES, **more)
+
+
+def test_an_order_by_values_is_seen_where_samples_look_alike() -> None:
+    model, ids = model_of(BehindDropout).eval(), ids_of(1, 5).expand(4, 5)
+    with pytest.raises(ValueError, match="the order of its rows depends on their values"):
+        model(ids, score=torch.tensor([1.0, 2.0, 3.0, 4.0]), adapter_names=NAMES)
 
 
 @pytest.mark.parametrize("lengths", [(3, 5, 4), (5, 3, 4), (2, 6, 4), (4, 4, 4)], ids=str)
@@ -292,25 +299,6 @@ def test_names_that_pass_by_the_model_are_refused() -> None:
     for names in (["a", None], [["a"], "b"], 5):
         with pytest.raises(ValueError, match=r"^adapter_names: expected one name per sample \(2\)"):
             model(input_ids=ids, adapter_names=names)
-
-
-def test_buffers_that_a_pass_replaces_are_put_back() -> None:
-    class Averaging(Inside):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(WIDTH))
-            self.register_buffer("wide", torch.zeros(1).expand(3))
-
-        def arrange(self, h: Tensor) -> Tensor:
-            self.mean = 0.9 * self.mean + 0.1 * h.detach().mean((0, 1))
-            return self.lin(h) + self.mean
-
-    models = [model_of(Averaging, targets=("lin",))]
-    models.append(copy.deepcopy(models[0]))
-    ids = ids_of(4, 5)
-    models[0](ids, adapter_names=NAMES)
-    models[1](ids, adapter_names=["a"] * 4)
-    torch.testing.assert_close(models[0].mean, models[1].mean)
 
 
 def test_batch_normalisation_that_came_later_is_refused() -> None:

@@ -1,7 +1,7 @@
 """The plan and the tables of the GPU backends, against plain Python; the number of launches."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -123,11 +123,15 @@ def test_exact_sizes_of_a_layout(fresh_seed: int) -> None:
         assert (sizes.tiles, sizes.splits, sizes.slots) == (len(expected.tiles), len(expected.splits), slots)
 
 
-def no_capture(tensor: torch.Tensor) -> int:
-    return 0
+class OnDevice(torch.Tensor):
+    is_cuda = True
 
 
-def recorded() -> tuple[PlanCache, list[PlanSizes]]:
+def table_on_device() -> torch.Tensor:
+    return mx.SegmentLayout.from_lengths([4, 5]).table().as_subclass(OnDevice)
+
+
+def recorded(capture: Callable[[torch.Tensor], int] = lambda _: 0) -> tuple[PlanCache, list[PlanSizes]]:
     """A cache whose plans hold nothing, and the sizes that it asked for."""
     calls: list[PlanSizes] = []
 
@@ -135,7 +139,7 @@ def recorded() -> tuple[PlanCache, list[PlanSizes]]:
         calls.append(sizes)
         return Plan(sizes, segments)
 
-    return PlanCache(make, no_capture), calls
+    return PlanCache(make, capture), calls
 
 
 def test_a_batch_is_planned_once() -> None:
@@ -157,28 +161,18 @@ def test_a_batch_is_planned_once() -> None:
 def test_a_captured_graph_has_one_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its launch lies in the graph, and its size serves whatever layout the table holds later."""
     captures = iter([7, 7, 8])
-    calls: list[PlanSizes] = []
-
-    def make(segments: torch.Tensor, sizes: PlanSizes) -> Plan:
-        calls.append(sizes)
-        return Plan(sizes, segments)
-
-    class OnDevice(torch.Tensor):
-        is_cuda = True
-
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     capturing = True
-    segments = mx.SegmentLayout.from_lengths([4, 5]).table().as_subclass(OnDevice)
-    cache = PlanCache(make, lambda tensor: next(captures))
+    segments, (cache, calls) = table_on_device(), recorded(lambda _: next(captures))
     first = cache.get(segments, 9, 2)
     assert cache.get(segments, 9, 2) is first
     assert cache.get(segments, 9, 2) is not first
     assert calls == [PlanSizes.bounds(9, len(segments), 2)] * 2
     with pytest.raises(RuntimeError, match="backend 'triton' makes plans on the host"):
-        PlanCache(make).get(segments, 9, 2)
+        PlanCache(Plan).get(segments, 9, 2)
     capturing = False
     outside = cache.get(segments, 9, 2)
     assert outside is not first
@@ -188,10 +182,6 @@ def test_a_captured_graph_has_one_plan_of_its_own(monkeypatch: pytest.MonkeyPatc
 
 def test_a_capture_on_another_device_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch tells of the current device only."""
-
-    class OnDevice(torch.Tensor):
-        is_cuda = True
-
     current = [1]
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 1, raising=False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
@@ -204,20 +194,18 @@ def test_a_capture_on_another_device_is_noticed(monkeypatch: pytest.MonkeyPatch)
         current[0] = 1
 
     monkeypatch.setattr(torch.cuda, "device", on_device)
-    segments = mx.SegmentLayout.from_lengths([4, 5]).table().as_subclass(OnDevice)  # on device None
+    segments = table_on_device()  # device None
     asked: list[torch.Tensor] = []
 
     def capture(tensor: torch.Tensor) -> int:
         asked.append(tensor)
         return 5
 
-    def make(segments: torch.Tensor, sizes: PlanSizes) -> Plan:
-        return Plan(sizes, segments)
-
-    assert PlanCache(make, capture).get(segments, 9, 2).sizes == PlanSizes.bounds(9, len(segments), 2)
+    cache, _ = recorded(capture)
+    assert cache.get(segments, 9, 2).sizes == PlanSizes.bounds(9, len(segments), 2)
     assert len(asked) == 1
     with pytest.raises(RuntimeError, match="backend 'triton' makes plans on the host"):
-        PlanCache(make).get(segments, 9, 2)
+        PlanCache(Plan).get(segments, 9, 2)
 
 
 def test_each_stream_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,11 +215,8 @@ def test_each_stream_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
-    class OnDevice(torch.Tensor):
-        is_cuda = True
-
     cache, calls = recorded()
-    segments = mx.SegmentLayout.from_lengths([4, 5]).table().as_subclass(OnDevice)
+    segments = table_on_device()
     first, second, again, back = (cache.get(segments, 9, 2) for _ in range(4))
     assert first is back
     assert second is again
