@@ -180,8 +180,8 @@ def _zero_dropout_fields(owner: object) -> int:
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether a model has layers that `convert_model` made."""
-    return any(isinstance(module, AdapterLayer) for module in model.modules())
+    """Whether `convert_model` has seen a model, or made layers of it; without adapters there may be none."""
+    return "mlora_router" in model.__dict__ or any(isinstance(m, AdapterLayer) for m in model.modules())
 
 
 def _refuse_peft(model: nn.Module) -> None:

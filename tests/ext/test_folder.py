@@ -125,7 +125,7 @@ def test_from_peft_refuses_before_it_takes_the_model_apart(what: str) -> None:
     assert layer.lora_A[name].weight.requires_grad
 
 
-def test_load_peft_folder_into_existing_adapter(tmp_path: Path) -> None:
+def test_load_peft_folder_into_an_existing_adapter_or_without_any(tmp_path: Path) -> None:
     base, ids = llama().eval(), token_ids(1, 6)
     config = LoraConfig(r=3, target_modules=["q_proj"])
     peft = peft_model(base, {"a": config}).eval()
@@ -137,6 +137,9 @@ def test_load_peft_folder_into_existing_adapter(tmp_path: Path) -> None:
     assert next(iter(mx.adapter_parameters(model, "x").values())) is parameter, (
         "optimizers keep their Parameters"
     )
+    without = mx.convert_model(copy.deepcopy(base), {})
+    mx.load_adapter(without, "x", tmp_path / "a")
+    assert torch.equal(logits(without, ids), logits(model, ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
