@@ -11,7 +11,7 @@ import emulated
 import pytest
 import torch
 from backends import BACKENDS, serving
-from cases import Case, assert_right, first_alone, make
+from cases import Case, alone_of, assert_right, make
 from torch.utils._pytree import tree_map_only
 
 import mlora_ext as mx
@@ -107,7 +107,7 @@ def test_batch_mates_change_no_bit(dtype: torch.dtype, widest: int) -> None:
     lengths, adapters = [37, 53, 1100, 9], [0, 1, 0, 2]
     together = without_base(make([16, widest, 8], lengths, adapters, dtype=dtype, d_in=192, d_out=136, p=0.1))
     keep = torch.cat([torch.arange(37), torch.arange(90, 1190)])
-    alone = first_alone(together, keep, [37, 1100])
+    alone = alone_of(together, keep, [37, 1100])
     y, dx, da, _, _, db, _, _ = together.run()
     for one, other in zip(alone.run(), (y[keep], dx[keep], da, db), strict=True):
         assert torch.equal(one, other)

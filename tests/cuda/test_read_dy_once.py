@@ -10,7 +10,7 @@ import emulated
 import pytest
 import torch
 from backends import load_emulator
-from cases import Case, assert_right, first_alone, make
+from cases import Case, alone_of, assert_right, make
 
 import mlora_ext as mx
 from mlora_ext.backends.gpu_base_gemm import GpuBaseGemm
@@ -111,7 +111,7 @@ def test_batch_mates_change_no_bit(columns: int, widest: int, dtype: torch.dtype
     lengths, adapters = [37, 53, 1100, 9], [0, 1, 0, 2]
     together = low_rank([16, widest, 8], lengths, adapters, dtype=dtype, d_out=columns, p=0.1)
     keep = torch.cat([torch.arange(37), torch.arange(90, 1190)])
-    alone = first_alone(together, keep, [37, 1100])
+    alone = alone_of(together, keep, [37, 1100])
     y, dx, da, _, _, db, _, _ = together.run()
     with emulated.multiprocessors(1):
         found = alone.run()

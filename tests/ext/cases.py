@@ -79,15 +79,20 @@ class Case:
         return ["y", "dx", *(f"dA[{i}]" for i in range(n)), *(f"dB[{i}]" for i in range(n))]
 
 
-def first_alone(together: Case, rows: torch.Tensor, lengths: list[int]) -> Case:
-    """The first adapter's rows of a case with dropout, in segments of these lengths, without the others."""
+def alone_of(together: Case, rows: torch.Tensor | slice, lengths: list[int], adapter: int = 0) -> Case:
+    """An adapter's rows of a case with dropout, in segments of these lengths, without the others."""
+    own = slice(adapter, adapter + 1)
     alone = object.__new__(Case)
     alone.__dict__.update(together.__dict__)
     alone.x, alone.dy = together.x[rows].detach().clone().requires_grad_(), together.dy[rows].clone()
-    alone.lora_a, alone.lora_b, alone.scaling = together.lora_a[:1], together.lora_b[:1], together.scaling[:1]
+    alone.lora_a, alone.lora_b, alone.scaling = (
+        together.lora_a[own],
+        together.lora_b[own],
+        together.scaling[own],
+    )
     alone.layout = mx.SegmentLayout.from_lengths(lengths, [0] * len(lengths))
     drop = together.dropout
-    alone.dropout = mx.LoRADropout(drop.p[:1], drop.seeds[:1], drop.step[:1], drop.layer)
+    alone.dropout = mx.LoRADropout(drop.p[own], drop.seeds[own], drop.step[own], drop.layer)
     return alone
 
 

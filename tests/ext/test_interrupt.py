@@ -180,14 +180,21 @@ def while_inside(model: nn.Module, other: Callable[[], object]) -> torch.Tensor:
 
     handle = model.model.layers[1].register_forward_pre_hook(hook)
     try:
-        return model(input_ids=IDS, adapter_names=NAMES).logits
+        return forward(model)
     finally:
         handle.remove()
 
 
-def enter_route(model: nn.Module) -> None:
-    with mx.route(model, LAYOUT, names=["a"]):
-        pass
+def assert_refused_inside(model: nn.Module, other: Callable[[], object]) -> torch.Tensor:
+    """Fails unless another thread's work is refused inside a forward, whose result it returns."""
+    expected = forward(model)
+
+    def refused() -> None:
+        with pytest.raises(RuntimeError, match="another thread is inside a forward pass"):
+            other()
+
+    assert torch.equal(while_inside(model, refused), expected)
+    return expected
 
 
 @pytest.mark.parametrize(
@@ -196,38 +203,24 @@ def enter_route(model: nn.Module) -> None:
         lambda model: model(input_ids=IDS, adapter_names=["b"] * 4),
         lambda model: model.generate(IDS, adapter_names=["b"] * 4, max_new_tokens=1),
         lambda model: model.model.layers[0].mlp(torch.randn(20, 32)),
-        enter_route,
+        routed,
     ],
     ids=["forward", "generate", "layer", "route"],
 )
 def test_second_thread_is_refused(other: Callable[[nn.Module], object]) -> None:
     model = converted().eval()
-    expected = model(input_ids=IDS, adapter_names=NAMES).logits
-
-    def refused() -> None:
-        with pytest.raises(RuntimeError, match="another thread is inside a forward pass"):
-            other(model)
-
-    assert torch.equal(while_inside(model, refused), expected)
-    assert torch.equal(model(input_ids=IDS, adapter_names=NAMES).logits, expected)
+    expected = assert_refused_inside(model, lambda: other(model))
+    assert torch.equal(forward(model), expected)
     with ThreadPoolExecutor(1) as pool:
-        assert torch.equal(pool.submit(model, input_ids=IDS, adapter_names=NAMES).result().logits, expected)
+        assert torch.equal(pool.submit(forward, model).result(), expected)
 
 
 def test_backward_of_another_thread_does_not_change_routes() -> None:
     """A recomputation enters a route too."""
-    model = converted().eval()
-    expected = model(input_ids=IDS, adapter_names=NAMES).logits
+    model = converted().train()
     model.gradient_checkpointing_enable()
-    model.train()
     loss = model(input_ids=IDS, adapter_names=["b"] * 4).logits.sum()
-    model.eval()
-
-    def refused() -> None:
-        with pytest.raises(RuntimeError, match="another thread is inside a forward pass"):
-            loss.backward()
-
-    assert torch.equal(while_inside(model, refused), expected)
+    assert_refused_inside(model.eval(), loss.backward)
 
 
 def test_copies_are_free() -> None:

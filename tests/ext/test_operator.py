@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from backends import BACKENDS, by_dtype, serving
-from cases import CASES, Case, assert_right, make
+from cases import CASES, Case, alone_of, assert_right, make
 from tolerances import assert_as_exact, in_other_orders
 from torch.utils.checkpoint import checkpoint
 
@@ -69,7 +69,7 @@ def test_intermediate(backend: Backend, dtype: torch.dtype) -> None:
     """`s` holds the scaled shrink; columns beyond the rank and rows without adapter are zero."""
     case = make([3, 9], [6, 4, 5], [0, -1, 1], dtype=dtype, p=0.2)
     arguments = case.operator_arguments()
-    s = intermediate(backend, case)
+    s = low_rank(backend, case)[0]
     _, plain = mx.ops.reference.lora_linear(*arguments)
     _, oracle = mx.ops.reference.lora_linear(*case.to(torch.float64).operator_arguments())
     assert_as_exact(s[:, :9], plain.detach(), oracle.detach(), "s")
@@ -84,14 +84,7 @@ def test_batch_mates_change_no_bit(backend: Backend, dtype: torch.dtype) -> None
     together = make([5, 16, 8], [37, 150, 61], [0, 1, 2], dtype=dtype, d_in=192, d_out=136, p=0.1)
     results = low_rank(backend, together)
     for index, rows in enumerate([slice(0, 37), slice(37, 187), slice(187, 248)]):
-        alone = object.__new__(Case)
-        alone.__dict__.update(together.__dict__)
-        alone.x, alone.dy = together.x[rows].detach().clone(), together.dy[rows].clone()
-        alone.lora_a, alone.lora_b = [together.lora_a[index]], [together.lora_b[index]]
-        alone.scaling = [together.scaling[index]]
-        alone.layout = mx.SegmentLayout.from_lengths([len(alone.x)])
-        drop = together.dropout
-        alone.dropout = mx.LoRADropout([drop.p[index]], [drop.seeds[index]], [drop.step[index]], drop.layer)
+        alone = alone_of(together, rows, [rows.stop - rows.start], index)
         ours, theirs = of_adapter(low_rank(backend, alone), 0), of_adapter(results, index, rows)
         for one, other in zip(ours, theirs, strict=True):
             assert torch.equal(one, other)
@@ -102,10 +95,7 @@ def test_batch_mates_between_segments_change_no_bit(backend: Backend, dtype: tor
     """The sum over several segments of an adapter is the same with and without others between them."""
     beside = make([8, 8], [37, 53, 70, 9], [0, 1, 0, 1], dtype=dtype, d_in=192, d_out=136, p=0.1)
     keep = torch.cat([torch.arange(37), torch.arange(90, 160)])
-    alone = object.__new__(Case)
-    alone.__dict__.update(beside.__dict__)
-    alone.x, alone.dy = beside.x[keep].detach().clone(), beside.dy[keep].clone()
-    alone.layout = mx.SegmentLayout.from_lengths([37, 70], [0, 0])
+    alone = alone_of(beside, keep, [37, 70])
     ours, theirs = (of_adapter(low_rank(backend, case), 0) for case in (alone, beside))
     assert torch.equal(ours[0], theirs[0][keep])
     for one, other in zip(ours[1:], theirs[1:], strict=True):
@@ -125,10 +115,6 @@ def low_rank(backend: Backend, case: Case) -> LowRank:
             backend, [case.dy], x, layers, lora_a, lora_b, saved, tuple(plan), (True, True, True)
         )
     return saved[0].reshape(len(x), -1), da, db
-
-
-def intermediate(backend: Backend, case: Case) -> torch.Tensor:
-    return low_rank(backend, case)[0]
 
 
 def of_adapter(results: LowRank, adapter: int, rows: slice = slice(None)) -> list[torch.Tensor]:
@@ -162,7 +148,7 @@ def test_dropped_elements_are_selected_not_multiplied(backend: Backend) -> None:
     ).to(case.x.device)
     with torch.no_grad():
         case.x[~mask] = torch.inf
-    s = intermediate(backend, case)
+    s = low_rank(backend, case)[0]
     assert s.isfinite().all()
 
 
