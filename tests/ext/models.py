@@ -141,6 +141,11 @@ def assert_same_gradients(ours: nn.Module, peft: nn.Module, name: str, tolerance
     assert some, name
 
 
+@torch.no_grad()
+def logits_of(model: nn.Module, ids: torch.Tensor, **named: object) -> torch.Tensor:
+    return model(input_ids=ids, **named).logits
+
+
 def token_ids(batch: int, length: int) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (batch, length))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import CONFIGS, NAMES, converted, llama, peft_model, token_ids
+from models import CONFIGS, NAMES, converted, llama, logits_of, peft_model, token_ids
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tolerances import assert_same_up_to_rounding
@@ -16,11 +16,6 @@ from torch import nn
 import mlora_ext as mx
 
 pytestmark = pytest.mark.usefixtures("transformers_own_adapters")
-
-
-def logits(model: nn.Module, ids: torch.Tensor, **named: object) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, **named).logits
 
 
 @pytest.fixture
@@ -44,7 +39,7 @@ def test_every_method_answers_as_transformers_own(pair: tuple[nn.Module, nn.Modu
         for model in pair:
             model.set_adapter(name)
         assert ours.active_adapters() == theirs.active_adapters() == [name]
-        assert_same_up_to_rounding(logits(ours, ids), logits(theirs, ids), f"logits of {name}")
+        assert_same_up_to_rounding(logits_of(ours, ids), logits_of(theirs, ids), f"logits of {name}")
         state = theirs.get_adapter_state_dict()
         mine = ours.get_adapter_state_dict()
         assert mine.keys() == state.keys()
@@ -55,14 +50,14 @@ def test_every_method_answers_as_transformers_own(pair: tuple[nn.Module, nn.Modu
         )
     for model in pair:
         model.disable_adapters()
-    assert_same_up_to_rounding(logits(ours, ids), logits(theirs, ids), "logits of the base")
+    assert_same_up_to_rounding(logits_of(ours, ids), logits_of(theirs, ids), "logits of the base")
     for model in pair:
         model.enable_adapters()
-    assert_same_up_to_rounding(logits(ours, ids), logits(theirs, ids), "logits of b again")
+    assert_same_up_to_rounding(logits_of(ours, ids), logits_of(theirs, ids), "logits of b again")
     for model in pair:
         model.delete_adapter("b")
     assert list(ours.peft_config) == list(theirs.peft_config) == ["a"]
-    assert_same_up_to_rounding(logits(ours, ids), logits(theirs, ids), "logits when b is gone")
+    assert_same_up_to_rounding(logits_of(ours, ids), logits_of(theirs, ids), "logits when b is gone")
     for model in pair:
         model.delete_adapter(["a"])
     assert not ours._hf_peft_config_loaded
@@ -95,7 +90,7 @@ def test_added_and_loaded_adapters_become_the_active_one(
     for model in pair:
         model.eval().set_adapter("e")
     ids = token_ids(2, 5)
-    assert_same_up_to_rounding(logits(ours, ids), logits(theirs, ids), "logits")
+    assert_same_up_to_rounding(logits_of(ours, ids), logits_of(theirs, ids), "logits")
 
 
 def test_a_frozen_adapter_serves_beside_one_that_trains(
@@ -115,9 +110,9 @@ def test_set_adapter_is_for_rows_that_name_none() -> None:
     with pytest.raises(ValueError, match="adapter_names"):
         model(input_ids=ids)
     model.set_adapter(["b"])
-    assert torch.equal(logits(model, ids), logits(model, ids, adapter_names=["b"] * 4))
-    mixed = logits(model, ids, adapter_names=NAMES)
-    assert not torch.equal(mixed[0], logits(model, ids)[0])
+    assert torch.equal(logits_of(model, ids), logits_of(model, ids, adapter_names=["b"] * 4))
+    mixed = logits_of(model, ids, adapter_names=NAMES)
+    assert not torch.equal(mixed[0], logits_of(model, ids)[0])
     named = model.generate(input_ids=ids, adapter_names=["b"] * 4, max_new_tokens=4, do_sample=False)
     assert torch.equal(model.generate(input_ids=ids, max_new_tokens=4, do_sample=False), named)
     with pytest.raises(ValueError, match=re.escape("expected one adapter, got ['a', 'b']")):
@@ -144,20 +139,20 @@ def test_disabled_adapters_change_nothing_whoever_is_named(how: str) -> None:
     model, ids = mx.convert_model(copy.deepcopy(base), CONFIGS), token_ids(4, 6)
     with mx.disable_adapter(model):
         if how == "names":
-            got = logits(model, ids, adapter_names=NAMES)
+            got = logits_of(model, ids, adapter_names=NAMES)
         elif how == "default":
-            got = logits(model, ids)
+            got = logits_of(model, ids)
         elif how == "route":
             layout = mx.SegmentLayout.from_lengths([12, 12], [0, 1])
             with mx.route(model, layout, ["a", "b"], steps=[3, 4]):
-                got = logits(model, ids)
+                got = logits_of(model, ids)
         else:
             got = model.generate(input_ids=ids, adapter_names=NAMES, max_new_tokens=4, do_sample=False)
     if how == "generate":
         assert torch.equal(got, base.generate(input_ids=ids, max_new_tokens=4, do_sample=False))
     else:
-        assert_same_up_to_rounding(got, logits(base, ids), "logits of the base")
-    assert not torch.equal(logits(model, ids, adapter_names=NAMES), logits(base, ids))
+        assert_same_up_to_rounding(got, logits_of(base, ids), "logits of the base")
+    assert not torch.equal(logits_of(model, ids, adapter_names=NAMES), logits_of(base, ids))
 
 
 def test_disabling_is_undone_by_errors_and_keeps_what_was_set_before() -> None:
@@ -256,7 +251,7 @@ def test_an_adapter_loaded_for_training_drops_in_a_model_in_evaluation_mode(tmp_
         assert not model.model.layers[0].mlp.training
         first, second = (model(input_ids=ids).logits for _ in range(2))
         assert not torch.equal(first, second), "each forward draws masks of its own"
-    assert_same_up_to_rounding(logits(ours.eval(), ids), logits(theirs.eval(), ids), "without dropout")
+    assert_same_up_to_rounding(logits_of(ours.eval(), ids), logits_of(theirs.eval(), ids), "without dropout")
 
 
 @pytest.mark.parametrize("given", ["both", "config", "weights"])
@@ -279,7 +274,7 @@ def test_configs_and_weights_that_are_given_replace_the_folders(
         source = tmp_path if given != "both" and model is ours else None
         hub = {"subfolder": "a", "revision": "main"} if source else None
         model.load_adapter(source, "n", low_cpu_mem_usage=True, adapter_kwargs=hub, **options)
-    assert_same_up_to_rounding(logits(ours, ids), logits(theirs, ids), "logits")
+    assert_same_up_to_rounding(logits_of(ours, ids), logits_of(theirs, ids), "logits")
 
 
 def test_options_of_load_adapter_that_are_refused(pair: tuple[nn.Module, nn.Module], tmp_path: Path) -> None:

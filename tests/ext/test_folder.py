@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import gpt2, llama, peft_model, token_ids
+from models import gpt2, llama, logits_of, peft_model, token_ids
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from tolerances import assert_same_up_to_rounding
@@ -38,25 +38,20 @@ FIELDS = {
 }
 
 
-def logits(model, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids).logits
-
-
 @pytest.mark.parametrize("name", FIELDS)
 def test_round_trip_through_peft(name: str, tmp_path: Path) -> None:
     base, ids = llama().eval(), token_ids(2, 6)
     base.config._name_or_path = "some/base"
     config = LoraConfig(r=5, lora_alpha=11, init_lora_weights=False, **FIELDS[name])
     model = mx.convert_model(copy.deepcopy(base), {"one": config})
-    expected = logits(model, ids)
+    expected = logits_of(model, ids)
     mx.save_adapter(model, "one", tmp_path / "one")
     assert sorted(os.listdir(tmp_path)) == ["one"], "no temporary file is left"
     theirs = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "one").eval()
-    assert_same_up_to_rounding(logits(theirs, ids), expected, "logits of PEFT")
+    assert_same_up_to_rounding(logits_of(theirs, ids), expected, "logits of PEFT")
     again = copy.deepcopy(base)
     mx.load_adapter(again, "two", tmp_path / "one")
-    assert_same_up_to_rounding(logits(again, ids), expected, "logits of what was loaded")
+    assert_same_up_to_rounding(logits_of(again, ids), expected, "logits of what was loaded")
     stored = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
     assert stored["base_model_name_or_path"] == "some/base"
     assert isinstance(stored["target_modules"], list)
@@ -133,13 +128,13 @@ def test_load_peft_folder_into_an_existing_adapter_or_without_any(tmp_path: Path
     model = mx.convert_model(copy.deepcopy(base), {"x": config})
     parameter = next(iter(mx.adapter_parameters(model, "x").values()))
     mx.load_adapter(model, "x", tmp_path / "a")
-    assert_same_up_to_rounding(logits(model, ids), logits(peft, ids), "logits")
+    assert_same_up_to_rounding(logits_of(model, ids), logits_of(peft, ids), "logits")
     assert next(iter(mx.adapter_parameters(model, "x").values())) is parameter, (
         "optimizers keep their Parameters"
     )
     without = mx.convert_model(copy.deepcopy(base), {})
     mx.load_adapter(without, "x", tmp_path / "a")
-    assert torch.equal(logits(without, ids), logits(model, ids))
+    assert torch.equal(logits_of(without, ids), logits_of(model, ids))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
