@@ -249,9 +249,9 @@ def test_embeddings_of_the_base_are_not_saved(
     assert not list(recwarn)
 
 
-def test_resized_embeddings_of_a_state_dict_are_those_that_are_saved(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+def test_resized_embeddings_of_a_state_dict_are_those_that_are_saved(
+    base: LlamaForCausalLM, tmp_path: Path
+) -> None:
     base.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
     model = mx.convert_model(base, {name: LoraConfig(r=4, target_modules=["q_proj"]) for name in "ab"})
     gathered = {key: tensor + 1 for key, tensor in model.state_dict().items()}
@@ -265,7 +265,7 @@ def test_resized_embeddings_of_a_state_dict_are_those_that_are_saved(tmp_path: P
         assert torch.equal(saved[f"base_model.model.{key}"], gathered[key])
 
 
-def test_a_model_around_a_resized_base_is_saved(tmp_path: Path) -> None:
+def test_a_model_around_a_resized_base_is_saved(base: LlamaForCausalLM, tmp_path: Path) -> None:
     """It has the base's config, and no embeddings of its own."""
 
     class WithValueHead(nn.Module):
@@ -273,8 +273,6 @@ def test_a_model_around_a_resized_base_is_saved(tmp_path: Path) -> None:
             super().__init__()
             self.base, self.config = base, base.config
 
-    llama().save_pretrained(tmp_path / "base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     base.resize_token_embeddings(VOCABULARY + 3, mean_resizing=False)
     model = mx.convert_model(WithValueHead(base), {"a": LoraConfig(r=4, target_modules=["q_proj"])})
     mx.save_adapter(model, "a", tmp_path / "out")
