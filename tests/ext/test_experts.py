@@ -228,7 +228,7 @@ def test_as_peft_for_each_adapter_alone() -> None:
         alone = peft(**rows(given, places)).logits
         alone.square().mean((1, 2)).sum().backward()
         assert_same_up_to_rounding(mixed[places].detach(), alone.detach(), name)
-        assert_same_gradients(ours, peft, name)
+        assert_same_gradients(ours, peft, name, all_reached=False)
     assert not ours.mlora_router.selected
 
 
