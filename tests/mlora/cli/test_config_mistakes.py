@@ -293,7 +293,6 @@ def test_initialisations_are_known_in_any_case(tmp_path: Path, value: str) -> No
         ("simpo_gamma", "it belongs in objective: {name: cpo, simpo_gamma: 1} (also simpo)"),
         ("defaults.dtype", "unknown key; write `bf16: true` or `fp16: true` at the top level"),
         ("save", "unknown key; known keys: base_model, output_dir,"),
-        ("lora_target_linear", "write target_modules: all-linear in the adapter's lora"),
         ("peft_use_dora", "did you mean 'use_dora'? It belongs under an adapter's lora"),
         ("rl", "did you mean 'objective'? It belongs under defaults or under an adapter"),
         ("rl_beta", "it belongs in objective: {name: dpo, beta: 1} (also cpo, simpo, orpo, kto)"),
@@ -314,7 +313,6 @@ def test_initialisations_are_known_in_any_case(tmp_path: Path, value: str) -> No
         ("dataset_test_split", "add an entry of datasets with split: test, and name it as eval_dataset"),
         ("use_bnb_nested_quant", "did you mean 'double_quant'? It belongs under quantization"),
         ("model_revision", "download that revision of the base model, and name its folder"),
-        ("resume_from_checkpoint", "continue the run with `mlora resume RUN_DIR`"),
         ("push_to_hub", "upload its folder with `hf upload`"),
     ],
 )

@@ -11,23 +11,11 @@ import torch
 from mlora.config.config_file import resolve_config
 from mlora.run.environment import note_start
 from mlora.run.evaluation import SAMPLE_LETTERS, SAMPLES, _sample
-from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
 from mlora.store.run_folder import RunFolder
 from mlora.store.samples import read_samples
+from test_resume import Crashing
 from tiny_run import lines, write_jsonl
-
-
-class Crashing(Reporter):
-    """Raises, as if the process died, after a number of optimizer steps."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def step(self, task: Any, record: dict[str, Any]) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise ConnectionAbortedError("died")
 
 
 def data_of(base: Path, folder: Path, output: str) -> Any:

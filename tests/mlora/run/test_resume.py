@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from limited_runs import Watching
 from mlora.config.config_file import resolve_config
 from mlora.errors import RunError
 from mlora.run.reporter import Reporter
@@ -44,19 +45,6 @@ class Crashing(Reporter):
         self.left -= 1
         if self.left == 0:
             raise ConnectionAbortedError("died")
-
-
-class Collector(Reporter):
-    """Keeps notes and warnings."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def note(self, line: str) -> None:
-        self.lines.append(line)
-
-    def warn(self, line: str) -> None:
-        self.lines.append(line)
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +211,7 @@ def test_resume_without_a_checkpoint_starts_anew(whole: dict[str, Any], tmp_path
     whole["defaults"]["save_steps"] = None
     with pytest.raises(ConnectionAbortedError):
         train(resolve_config(whole, folder=tmp_path), reporter=Crashing(3))
-    said = Collector()
+    said = Watching()
     assert resume(tmp_path / "run", reporter=said).exit_code == 0
     assert said.lines[0].endswith("has no checkpoint; training starts anew")
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
@@ -249,7 +237,7 @@ def test_an_unreadable_checkpoint_gives_way_to_the_one_before(whole: dict[str, A
     train(resolve_config(whole, folder=tmp_path), reporter=Interrupting(9))
     newest = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
-    said = Collector()
+    said = Watching()
     assert resume(tmp_path / "run", reporter=said).exit_code == 0
     assert said.lines[0] == f"{newest}: cannot be read: it is damaged or incomplete; trying the one before"
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
@@ -317,7 +305,7 @@ def test_a_checkpoint_that_lacks_something_gives_way_to_the_one_before(
     whole: dict[str, Any], tmp_path: Path, break_it: Callable[[dict[str, Any]], object], expected: str
 ) -> None:
     path = broken_checkpoint(whole, tmp_path, break_it)
-    said = Collector()
+    said = Watching()
     assert resume(tmp_path / "run", reporter=said).exit_code == 0
     assert said.lines[0].startswith(f"{path}: ")
     assert expected in said.lines[0]

@@ -1,9 +1,7 @@
 """Heads, embeddings and tokens per adapter in runs: as PEFT alone, over stages, resumed, and refused."""
 
 import copy
-import os
 import shutil
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,12 @@ from mlora.engine.dry_run import DryStage
 from mlora.engine.engine import Engine
 from mlora.engine.stage_group import StageOptions, spans_of
 from mlora.optim.optim_config import OptimConfig
-from mlora.run.reporter import Reporter
 from mlora.run.run import resume, train
 from mlora.store.run_folder import read_metrics
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft_alone import padded
 from safetensors.torch import load_file
+from test_resume import Interrupting
 from tiny_models import make, samples
 from tiny_run import random_tokens, write_jsonl
 from tolerances import STEADY_EPSILON
@@ -240,18 +238,6 @@ def test_memory_is_forecast(labels: list[str]) -> None:
     lengths = {name: [sample.rows for sample in batch] for name, batch in own.items()}
     (dry,) = whole.activations(loras, [lengths])
     assert dry == pytest.approx(future.measured[0].phases[0], rel=0.1)
-
-
-class Interrupting(Reporter):
-    """Sends a signal to this process after a number of optimizer steps of all adapters together."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def step(self, task: Any, record: dict[str, Any]) -> None:
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def run_data(base: Path, folder: Path) -> dict[str, Any]:
