@@ -42,9 +42,7 @@ def forward(
         if weight is None:  # the frozen weight makes its own product, and the kernel adds to that
             y = frozen.matmul(x, bias)
             return [y], (OPS.lora_add.table(x, y, a.first, a.table, b.first, b.table, *plan),)
-        y, s = OPS.lora_linear.table(
-            x, weight, bias, packed, a.first, a.table, b.first, b.table, *plan
-        )  # fmt: skip
+        y, s = OPS.lora_linear.table(x, weight, bias, packed, a.first, a.table, b.first, b.table, *plan)
         return [y], (s,)
     # Without this guard the calls would pass the formula for compiled graphs, which is slow Python.
     with torch._C._AutoDispatchBelowAutograd():

@@ -162,7 +162,11 @@ class MultiLoRALinear(MixedLayer):
             return y if active.observer is None else active.observer.see(self.name, x, y)
         if place is not None:
             x = place.samples_first(x, batch)
-        elif self.fused_projections is not None and (x.is_cuda or chosen_backend() == "cuda"):
+        elif (
+            self.fused_projections is not None
+            and (x.is_cuda or chosen_backend() == "cuda")
+            and not torch.compiler.is_compiling()  # the compiled operator serves one layer
+        ):
             shared = self.fused_projections.output(self, x, active)
             if shared is not None:
                 return shared

@@ -72,11 +72,17 @@ def lora_linear(
     """
     check_library()
     if torch.compiler.is_compiling():
-        y, _ = torch.ops.mlora_ext.lora_linear(x, frozen[0].dense(), biases[0], lora_a, lora_b, *plan, None)
+        (one,), (bias,) = frozen, biases
+        y, _ = torch.ops.mlora_ext.lora_linear(x, one.dense(), bias, lora_a, lora_b, *plan, None)
         return (y,)
     if not torch.is_grad_enabled():
         layers = [_layer(one, one.fused(x), bias) for one, bias in zip(frozen, biases, strict=True)]
         return run.forward(backend, x, layers, lora_a, lora_b, plan)[0]
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "torch.func: the compiled operator does not support its transforms; use "
+            "mlora_ext.use_backend('reference')"
+        )
     call = Call(frozen, biases, plan, backend)
     return _LoRALinear.apply(x, None, call, *lora_a, *lora_b)  # type: ignore[attr-defined, no-any-return]
 

@@ -292,7 +292,7 @@ def _redistributed(
 
 
 class _OneProcess:
-    """See `passes.Passes`: a whole model in this process."""
+    """See `Passes`: a whole model in this process."""
 
     def __init__(self, model: nn.Module, name: str, batches: Sequence[Any]) -> None:
         self._model, self._name, self._given = model, name, batches

@@ -131,6 +131,7 @@ def plan_adapter(model: nn.Module, name: str, config: LoraConfig) -> dict[str, L
     kind_for(name, config).check(name, config)
     plan = target_layers(model, name, config)
     _refuse_unserved(model, name, config, plan)
+    refuse_conflicts(model, {name: plan})
     _refuse_base_of_loftq(model, name, config, plan)
     return plan
 

@@ -158,3 +158,25 @@ def test_an_encoder_and_a_decoder_of_other_lengths() -> None:
         names = ["a", "b", "__base__"]
         expected = model(**batch, adapter_names=names).logits
         torch.testing.assert_close(compiled(**batch, adapter_names=names).logits, expected)
+
+
+def test_layers_that_the_backend_cuda_serves_together_are_compiled_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The choice of the backend is replaced; the compiled operator goes by the tensors' device."""
+    from mlora_ext.layers import fused_projections, linear
+    from mlora_ext.ops import functional
+
+    torch._dynamo.reset()
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, init_lora_weights=False)
+    model = mx.convert_model(llama(), dict.fromkeys(NAMES, config)).train()
+    x, position = torch.randn(1, 12, 32), torch.arange(12).unsqueeze(0)
+    more = {"position_embeddings": model.model.rotary_emb(x, position)}
+    with mx.route(model, random_layout(12), NAMES, steps=[1, 2, 3]):
+        expected = run(model.model.layers[0], model, x, **more)
+        for part in (fused_projections, functional):
+            monkeypatch.setattr(part, "backend_for", lambda *_: "cuda")
+        monkeypatch.setattr(linear, "chosen_backend", lambda: "cuda")
+        block = torch.compile(model.model.layers[0], fullgraph=True, backend="aot_eager")
+        for one, other in zip(run(block, model, x, **more), expected, strict=True):
+            torch.testing.assert_close(one, other)

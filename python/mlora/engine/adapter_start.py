@@ -89,7 +89,7 @@ class EnginePasses:
         self._how, self._settings = init_kind(config), config.eva_config
         reason = why_not_started(config)
         if reason is not None:
-            raise AdapterError(name, f"{reason}")
+            raise AdapterError(name, reason)
         self._by_label = task_of(config) not in ("SEQ_CLS", "QUESTION_ANS")
         parts = [[part for sample in batch for part in sample.parts] for batch in batches]
         alone = [[part] for batch in parts for part in batch]

@@ -238,7 +238,7 @@ def _check_labels(name: str | None, objective: Objective, samples: Sequence[Any]
         elif not part.is_labelled:
             raise AdapterError(name, f"expected a LabelledSample, got a {type(part).__name__}")
         elif fault := objective.fault(part.labels, part.facts):
-            raise AdapterError(name, f"{fault}")
+            raise AdapterError(name, fault)
 
 
 def _check_reference(states: AdapterStates, name: str, objective: Objective) -> None:

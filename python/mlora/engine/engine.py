@@ -690,7 +690,7 @@ class Engine(Batcher):
         try:
             self._control(StageWorker.load, name, **arguments)
         except ValueError as error:
-            raise AdapterError(name, f"{error}") from error
+            raise AdapterError(name, str(error)) from error
         router_of(self.registry).adapters[name].seed = state["dropout_seed"]
         adapter.load_state_dict(state)
 

@@ -42,9 +42,14 @@ class FullEngine(Engine):
         optim: OptimConfig,
         *,
         objective: Any = CROSS_ENTROPY,
+        init_from: Any = None,
         seed: int | None = None,
         replica: int = 0,
-        **settings: Any,
+        start_batches: Any = None,
+        start_weights: Any = None,
+        num_labels: int | None = None,
+        problem_type: str | None = None,
+        label_names: Any = None,
     ) -> None:
         """Begins the task that trains the model.
 
@@ -52,7 +57,8 @@ class FullEngine(Engine):
         """
         if self._states:
             raise ValueError(f"method: full trains one task at a time, and {next(iter(self._states))} is one")
-        if any(given is not None for given in (lora, *settings.values())):
+        adapters_own = (lora, init_from, start_batches, start_weights, num_labels, problem_type, label_names)
+        if any(given is not None for given in adapters_own):
             raise ValueError("method: full has no adapters; give none of their settings")
         made, spec = self._objective(name, objective)
         if made.reference is not None:

@@ -91,5 +91,5 @@ def labelled(
         if config is not None:
             check_labels(config)
     except ValueError as error:
-        raise AdapterError(name, f"{error}") from error
+        raise AdapterError(name, str(error)) from error
     return lora

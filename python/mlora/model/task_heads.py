@@ -145,7 +145,7 @@ def check_heads(model: nn.Module, name: str) -> None:
         source: Any = model.get_submodule(spec.tied_to)
         if (source.frozen.device.type == "meta") is not (layer.frozen.device.type == "meta"):
             remove_adapter(model, name)
-            raise AdapterError(name, f"{stages_apart(key, spec)}")
+            raise AdapterError(name, stages_apart(key, spec))
 
 
 def stages_apart(key: str, spec: LayerSpec) -> str:

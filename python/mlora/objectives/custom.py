@@ -36,10 +36,12 @@ class FailuresOfLoss:
     """
 
     def __init__(self, objective: Objective, rows: LogProbs | None = None) -> None:
-        self._name, self._place = getattr(objective, "name", type(objective).__name__), None
+        self._name, self._place = type(objective).__name__, None
         self._own, self._rows = not type(objective).__module__.startswith("mlora."), rows
         if isinstance(objective, CustomLoss):
-            self._place, self._own = objective.place, True
+            self._name, self._place, self._own = objective.name, objective.place, True
+        elif not self._own:
+            self._name = getattr(objective, "name", self._name)
 
     def __enter__(self) -> None:
         self._settings, self._random = TorchSettings() if self._own else None, ExitStack()

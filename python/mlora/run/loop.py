@@ -523,6 +523,5 @@ class TrainingLoop:
         states = ((task.name, self._engine.state_dict(task.name)) for task in self._table.admitted())
         self._states.name(payload)
         self._writer.start(self._run.iteration, payload, states)
-        self._states.prune(
-            [task.name for task in self._table.tasks]
-        )  # `start` has waited until the previous checkpoint is durable
+        # `start` has waited until the previous checkpoint is durable
+        self._states.prune([task.name for task in self._table.tasks])

@@ -123,7 +123,7 @@ class TaskTable:
         return [memory_need(t, arrival, adapters) for arrival, t in enumerate(self.tasks) if t.name in names]
 
     def apply(self, event: TaskEvent) -> None:
-        """Carries out an event: the one place where a task comes, gets another state, or leaves.
+        """Carries out an event: here a task of a run that trains comes, gets another state, or leaves.
 
         A live run applies what `Decisions` decides and what training brings, a resumed one what the journal
         holds.
@@ -182,7 +182,7 @@ class TaskTable:
             keep_for_longer(self.engine, task, self.folder)
         if here:
             self.engine.remove_adapter(task.name)
-        if self.sweep and state in ("cancelled", "pruned"):
+        if self.sweep and (state in ("cancelled", "pruned") or (failed and not here)):
             self.sweep.taken_off(task.name, pruned=state == "pruned")
 
     def _admit(self, admission: Admission) -> None:

@@ -221,7 +221,8 @@ class RunFolder:
         The caller holds the lock, and `check_contents` has found no other files.
         """
         with os_errors(f"output_dir: {self.path} cannot be cleared"):
-            for path in self.path.iterdir():
+            # first what says that the run has finished, since this may be interrupted
+            for path in (self.summary, *self.path.iterdir()):
                 if path not in (self.config, self.metrics) and OWN_FILES.fullmatch(path.name):
                     remove(path)
 

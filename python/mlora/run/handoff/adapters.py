@@ -154,12 +154,12 @@ def _at(folder: RunFolder, name: str, checkpoint: Mapping[str, Any]) -> FoundWei
         raise RunError(f"{name}: {said}")
     step, total, state = task["step"], checkpoint["total_steps"].get(name), task["state"]
     losses, base = losses_of({"loss": task["loss"]}), checkpoint.get("base", "")
-    entry = _entry(folder, name)
-    saved = entry.get("saved_step")
-    # one that has gone on since has the folder of a later step
-    longer = bool(entry) and (saved is None or entry["step"] != step)
-    if state == "finished" and not longer:
-        return _ended(folder, name, step if saved is None else saved, total, iteration)
+    if state == "finished":
+        entry = _entry(folder, name)
+        saved = entry.get("saved_step")
+        # one that has gone on since has the folder of a later step
+        if not entry or (saved is not None and entry["step"] == step):
+            return _ended(folder, name, step if saved is None else saved, total, iteration)
     kept = _kept_file(folder, name, checkpoint)
     if state not in ("running", "paused") and kept is None:
         raise RunError(f"{name}: was {state} at step {step}; {where} does not hold its weights")
