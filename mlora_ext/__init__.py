@@ -2,6 +2,7 @@
 
 from .backends.selection import save_dropout_masks, use_backend, use_gpu_base_gemm
 from .convert.checkpointing import checkpoint_contexts
+from .convert.locate import find_sample_dims
 from .convert.model import convert_model, load_adapter
 from .convert.peft_model import from_peft
 from .interop.merging import merge_and_unload
@@ -28,6 +29,7 @@ __all__ = [
     "checkpoint_contexts",
     "convert_model",
     "disable_adapter",
+    "find_sample_dims",
     "from_peft",
     "hold_gradients",
     "initialise_from_data",

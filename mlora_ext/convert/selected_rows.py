@@ -1,9 +1,9 @@
 """Rows that a container selects for its parts: experts that are modules of their own, in Switch Transformers.
 
-Values decide which rows a part gets, so trial passes show only where samples lie in the container's input.
-In a mixed batch the container therefore runs twice. First it gets the number of each row in place of the row,
-and parts that only note the numbers that they get. Then it runs itself, and the layers in each part use a
-route of these rows.
+Values decide which rows a part gets, so it is known only where samples lie in the container's input. In a
+mixed batch the container therefore runs twice. First it gets the number of each row in place of the row, and
+parts that only note the numbers that they get. Then it runs itself, and the layers in each part use a route
+of these rows.
 
 Letters: N rows of the container's input, n rows of one call of a part.
 """
@@ -22,7 +22,7 @@ from ..never_compiled import never_compiled
 from ..ops.segments import SegmentLayout
 from ..out_of_memory import is_out_of_memory
 from ..routing.route import Route
-from ..routing.samples import SampleDim
+from ..routing.samples import Found, FoundPlaces, SampleDim
 from ..routing.trial_passes import FAILURES, Observer
 
 _CONTAINERS = (
@@ -99,9 +99,9 @@ def _is_needed(route: Route, layers: Sequence[AdapterLayer]) -> bool:
         return False
     if not route.mixed:
         return any(layer.training and _drops(layer, route) for layer in layers)
-    if route.places is None:
-        return False
-    known = {layer for (layer, _), place in route.places.items() if isinstance(place, SampleDim)}
+    if not isinstance(route.places, FoundPlaces):
+        return route.places is not None
+    known = {layer for (layer, _), place in route.places.found.items() if isinstance(place, Found)}
     return not known.issuperset(layer.name for layer in layers)
 
 

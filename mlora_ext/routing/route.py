@@ -15,7 +15,7 @@ from ..ops.dropout import refuse_capture, rng_table
 from ..ops.segments import SegmentLayout
 from ..upload import to_device
 from .adapter_info import AdapterInfo
-from .samples import EVERY, Places, SampleDim
+from .samples import NOT_CALLED, Places, SampleDim
 
 BASE = "__base__"
 ROWS_OF_A_SAMPLE = 1 << 20
@@ -193,7 +193,6 @@ class Route:
         rows: number of rows that layers will see, if it is known when the route is entered.
         batch: samples of the forward pass, or of the encoder's.
         each: rows of each of these samples, as far as the batch tells.
-        sizes: of each of these samples, see `sizes_of`.
         copies: adjacent copies of each sample that `generate` makes: beams, or several return sequences.
         places: where these samples lie in the layers' inputs, as far as that had to be found.
         observer: sees what layers without an adapter do; see `observe`.
@@ -214,7 +213,6 @@ class Route:
     rows: int | None = None
     batch: int = 1
     each: int = 1
-    sizes: tuple[float, ...] = ()
     copies: int = 1
     places: Places | None = None
     observer: Sees | None = None
@@ -319,10 +317,7 @@ class Route:
             return None
         if self.places is None and (x.is_meta or isinstance(x, FakeTensor)):
             return None  # it holds no numbers
-        places = self.places or {}
-        place = places.get((layer, x.dim())) or places.get(EVERY, _NOT_CALLED)
-        if not isinstance(place, str) and not place.serves(x.shape, self.batch, self.sizes):
-            place = "x had another shape in the trial passes; call the model again, which repeats them"
+        place = NOT_CALLED if self.places is None else self.places.of(layer, x.shape)
         if self.layout is not None and isinstance(place, SampleDim) and not place.is_plain:
             place = "its rows are not in the order of the route; use adapter_names= instead"
         if isinstance(place, str):
@@ -331,9 +326,6 @@ class Route:
                 f"sample: {place}; use one adapter for the whole batch, or do not target this layer"
             )
         return None if place.is_plain else place
-
-
-_NOT_CALLED = "it was not called in the trial passes, or is called outside of the model's own forward"
 
 
 def _first_rows(samples: Sequence[int], stride: int) -> list[int]:

@@ -35,7 +35,8 @@ from .route import (
     SharedInput,
     only_used,
 )
-from .samples import Places, SampleDim
+from .sample_table import LayerTable
+from .samples import Found, SampleDim
 from .thread_guard import ThreadGuard, calling_frame, inside_backward, inside_call, is_running
 from .trial_passes import Observer
 
@@ -73,7 +74,8 @@ class Router:
         updates: counts updates of adapters in place.
         fused_projections: groups of layers that share their input.
         observer: if set, layers show it their inputs and outputs, and leave adapters out.
-        places: where samples lie in the layers' inputs, by kind of call.
+        found: where samples lie in the layers' inputs, by kind of call, as trial passes have found.
+        tables: what the table says of it, by class and mode of the module that is called.
         selected: by the name of a container whose call is in progress, gives the route of a layer inside by
             the layer's name; see `selected_rows`.
         specials: special tokens of the model's parts, cached because they take long to collect.
@@ -94,7 +96,8 @@ class Router:
         self.thread_guard = ThreadGuard()
         self.active: Route | None = None
         self.observer: Sees | None = None
-        self.places: dict[Hashable, Places] = {}
+        self.found: dict[Hashable, dict[tuple[str, int], Found | str]] = {}
+        self.tables: dict[Hashable, LayerTable] = {}
         self.selected: dict[str, Callable[[str], Route]] = {}
         self.specials: dict[Hashable, Tensor] = {}
         self._unrouted_reads: dict[str, LayerReads | None] = {}
@@ -206,7 +209,7 @@ class Router:
 
     def forget_places(self) -> None:
         """Forgets where samples lie, so that the next mixed batch is examined anew."""
-        self.places, self.specials = {}, {}
+        self.found, self.tables, self.specials = {}, {}, {}
 
     def group_on(self, group: LayerGroup, frozen: FrozenWeight) -> LayerGroup:
         """Returns the same group for layers whose weight has moved or changed dtype; makes it if needed."""
@@ -381,7 +384,7 @@ class Router:
             (seed, step) if name in drops else None
             for name, seed, step in zip(route.names, route.seeds, route.steps, strict=True)
         )
-        seen_by = id(route.places), id(route.observer)
+        seen_by = route.places, id(route.observer)
         return route.names, masks, route.layout, route.samples, route.rows, route.batch, *seen_by
 
     @property

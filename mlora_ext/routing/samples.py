@@ -1,19 +1,23 @@
-"""Finds by experiment where the samples of a batch lie in a layer's input, once per kind of input.
+"""Finds by experiment where the samples of a batch lie in a layer's input, once per kind of call.
 
 A layer sees `[..., D]`, and the shape does not say which rows belong to which sample: `[B, S, D]` and
 `[S, B, D]` look alike if B = S, and rows may be flattened, interleaved, selected, or shared by all samples.
-So before the first mixed batch the frozen base runs a few times, without gradients: on that batch, and on
-copies of it in which some samples have other contents. A row that changes belongs to one of the samples that
-changed. Sample b changes in the passes that the binary digits of b + 1 name, so `ceil(log2(B + 1))` passes
-tell which sample each row belongs to. Further passes, with samples in another order or twice, show what
-follows their order and what their number. See `trial_passes`.
+So the frozen base runs a few times, without gradients: on a batch, and on copies of it in which some samples
+have other contents. A row that changes belongs to one of the samples that changed. Sample b changes in the
+passes that the binary digits of b + 1 name, so `ceil(log2(B + 1))` passes tell which sample each row belongs
+to. Further passes, with samples in another order or twice, show what follows their order and what their
+number. See `trial_passes`.
+
+For Transformers' classes the results are data: see `sample_table`, whose entries these passes made and hold
+true.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,25 +43,15 @@ class SampleDim(NamedTuple):
         dim: the dimension that counts them.
         order: `single`: one entry per sample; `blocks`: several, each sample's entries adjacent;
             `interleaved`: several, all samples' first entries before their second ones.
-        ratios: a sample's entries in this dimension, divided by each of its sizes, see `sizes_of`.
     """
 
     dim: int
     order: Literal["single", "blocks", "interleaved"]
-    ratios: tuple[float, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether the input, flattened, has its rows in the order of the samples."""
         return self.dim == 0 and self.order != "interleaved"
-
-    def serves(self, shape: Sequence[int], batch: int, sizes: Sequence[float]) -> bool:
-        """Whether samples of these sizes lie so in this shape: their entries follow one of the sizes."""
-        if self.order == "single":
-            return shape[self.dim] == batch
-        entries, rest = divmod(shape[self.dim], batch)
-        follows = [ratio * size for ratio, size in zip(self.ratios, sizes, strict=True)]
-        return not rest and any(math.isclose(entries, number) for number in follows)
 
     def owners(self, shape: Sequence[int], batch: int) -> Tensor:
         """Returns `[rows]` int64: the sample of each row."""
@@ -82,13 +76,61 @@ class SampleDim(NamedTuple):
         return y.flatten(self.dim, self.dim + 1).contiguous()
 
 
-Places = Mapping[tuple[str, int], SampleDim | str]
-"""Where samples lie, or why it cannot be served; by layer name and number of dimensions of its input."""
+class Places(Protocol):
+    """Says where the samples of one forward pass lie in the layers' inputs."""
+
+    def of(self, layer: str, shape: Sequence[int]) -> SampleDim | str:
+        """Returns the place in a layer's input of this shape; a reason if it is unknown."""
+
+
+class Found(NamedTuple):
+    """A place that trial passes found.
+
+    Attributes:
+        ratios: a sample's entries in the dimension, divided by each of its sizes, see `sizes_of`.
+    """
+
+    place: SampleDim
+    ratios: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"dimension {self.place.dim}, {self.place.order}"
+
+
+@dataclass(frozen=True)
+class FoundPlaces:
+    """What trial passes found for one kind of call.
+
+    Attributes:
+        found: by layer and number of dimensions of its input; reasons where samples have no place.
+        batch: samples of the forward pass.
+        sizes: of each sample, see `sizes_of`.
+    """
+
+    found: Mapping[tuple[str, int], Found | str] = field(hash=False)
+    batch: int
+    sizes: tuple[float, ...]
+
+    def of(self, layer: str, shape: Sequence[int]) -> SampleDim | str:
+        """Returns the place if the entries of a sample follow one of its sizes, as in the trial passes."""
+        found = self.found.get((layer, len(shape))) or self.found.get(EVERY, NOT_CALLED)
+        if isinstance(found, str):
+            return found
+        place, ratios = found
+        entries, rest = divmod(shape[place.dim], self.batch)
+        follows = [ratio * size for ratio, size in zip(ratios, self.sizes, strict=True)]
+        follows = [1.0] if place.order == "single" else follows
+        fits = not rest and any(math.isclose(entries, number) for number in follows)
+        return place if fits else OTHER_SHAPE
+
+
+OTHER_SHAPE = "x had another shape in the trial passes; call the model again, which repeats them"
+NOT_CALLED = "it was not called in the trial passes, or is called outside of the model's own forward"
 EVERY = ("", 0)
-"""Key in `Places` that stands for all layers."""
+"""Key of `FoundPlaces.found` that stands for all layers."""
 
 
-def find_places(passes: TrialPasses, sizes: Sequence[float]) -> Places:
+def find_places(passes: TrialPasses, sizes: Sequence[float]) -> dict[tuple[str, int], Found | str]:
     """Finds where samples lie in the inputs of all layers that a forward pass calls.
 
     If the module fails in a pass, the result holds the reason under `EVERY`.
@@ -103,7 +145,7 @@ def find_places(passes: TrialPasses, sizes: Sequence[float]) -> Places:
     return {one: _find_place(passes, *one, sizes) for one in inputs}
 
 
-def _find_place(passes: TrialPasses, layer: str, dims: int, sizes: Sequence[float]) -> SampleDim | str:
+def _find_place(passes: TrialPasses, layer: str, dims: int, sizes: Sequence[float]) -> Found | str:
     """Returns where samples lie in those inputs of a layer that have `dims` dimensions, or why not."""
     batch = passes.batch
 
@@ -126,13 +168,13 @@ def _find_place(passes: TrialPasses, layer: str, dims: int, sizes: Sequence[floa
 
 def _with_ratios(
     place: SampleDim, shapes: Sequence[torch.Size], batch: int, sizes: Sequence[float]
-) -> SampleDim | str:
+) -> Found | str:
     """Returns the place with its ratios, for use with other batches; a reason if the layer's calls differ."""
     entries = {shape[place.dim] // batch for shape in shapes}
     if place.order != "single" and len(entries) > 1:
         return "its calls get different numbers of rows for each sample"
     number = entries.pop()
-    return place._replace(ratios=tuple(number / size if size else 0.0 for size in sizes))
+    return Found(place, tuple(number / size if size else 0.0 for size in sizes))
 
 
 Calls = Sequence[tuple[torch.Size, Tensor]]
