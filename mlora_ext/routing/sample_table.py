@@ -149,7 +149,7 @@ class LayerTable:
         layers: names of those that have adapters.
 
     Attributes:
-        is_whole: whether each of these layers has an entry, for some number of dimensions.
+        is_whole: whether each of these layers has places for some numbers of dimensions, and no reason.
     """
 
     def __init__(self, module: nn.Module, prefix: str, layers: Sequence[str] = ()) -> None:
@@ -159,7 +159,9 @@ class LayerTable:
         head: Any = getattr(module, "get_output_embeddings", lambda: None)()
         names = {prefix + name: part for name, part in module.named_modules(remove_duplicate=False)}
         self._text = {name for name, part in names.items() if id(part) in inner or part is head}
-        known = {(owner, name) for owner, name, _ in entries()}
+        lines = entries().items()
+        without = {(owner, name) for (owner, name, _), line in lines if isinstance(line, str)}
+        known = {(owner, name) for (owner, name, _), _ in lines} - without
         self.is_whole = known.issuperset(map(self._key, layers))
 
     def of(self, layer: str, dims: int) -> PlaceLine | str | None:
