@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -154,9 +155,12 @@ class LayerTable:
 
     def __init__(self, module: nn.Module, prefix: str, layers: Sequence[str] = ()) -> None:
         self._keys = keys_of(module, prefix)
-        decoder: Any = getattr(module, "get_decoder", lambda: None)()
+        decoder: Any = None
+        head: Any = None
+        with suppress(ValueError):  # some are reached through a trained copy, which refuses to be read so
+            decoder = getattr(module, "get_decoder", lambda: None)()
+            head = getattr(module, "get_output_embeddings", lambda: None)()
         inner = set[int]() if decoder in (module, None) else {id(part) for part in decoder.modules()}
-        head: Any = getattr(module, "get_output_embeddings", lambda: None)()
         names = {prefix + name: part for name, part in module.named_modules(remove_duplicate=False)}
         self._text = {name for name, part in names.items() if id(part) in inner or part is head}
         lines = entries().items()
