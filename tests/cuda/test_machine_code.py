@@ -27,23 +27,23 @@ def test_machine_code(architecture: str) -> None:
     if code_cuda.cuobjdump() is None:
         pytest.skip("there is no cuobjdump, neither on PATH nor in the package triton")
     kernels = code_cuda.kernels(LIBRARY, architecture)
-    no_kernel_spills(kernels, {"product", *(["read_dy_once"] if architecture == "sm_90a" else [])})
-    products_are_matrix_instructions(kernels)
+    assert_no_kernel_spills(kernels, {"product", *(["read_dy_once"] if architecture == "sm_90a" else [])})
+    assert_products_are_matrix_instructions(kernels)
     if architecture == "sm_90a":
-        frozen_products_run_by_themselves()
-        read_dy_in_one_pass_multiplies_in_groups()
+        assert_frozen_products_run_by_themselves()
+        assert_read_dy_in_one_pass_multiplies_in_groups()
     if architecture == budget_report.ARCHITECTURE:
-        mixed_ranks_cost_what_equal_ones_do()
+        assert_mixed_ranks_cost_what_equal_ones_do()
 
 
-def no_kernel_spills(kernels: list[code_cuda.Kernel], more: set[str]) -> None:
+def assert_no_kernel_spills(kernels: list[code_cuda.Kernel], more: set[str]) -> None:
     names = {kernel.name.split("<")[0] for kernel in kernels}
     assert names == {*PRODUCTS, "plan", "parts", "page", "dropout_mask", "probe", *more}
     for kernel in kernels:
         assert (kernel.local_bytes, kernel.local_accesses) == (0, 0), kernel
 
 
-def products_are_matrix_instructions(kernels: list[code_cuda.Kernel]) -> None:
+def assert_products_are_matrix_instructions(kernels: list[code_cuda.Kernel]) -> None:
     sixteen_bit = [
         kernel
         for kernel in kernels
@@ -54,7 +54,7 @@ def products_are_matrix_instructions(kernels: list[code_cuda.Kernel]) -> None:
         assert kernel.matrix.total() > 0, kernel
 
 
-def mixed_ranks_cost_what_equal_ones_do() -> None:
+def assert_mixed_ranks_cost_what_equal_ones_do() -> None:
     """By the computed cost, whose bytes the emulator has counted (test_gpu_budget.py): at most 5% more."""
     shares = [float(line.split()[-1]) for line in budget_report.mixtures() if line.startswith("  ")]
     assert len(shares) == len(budget_report.MODES) * 3
@@ -68,7 +68,7 @@ def code_of(kernel: str) -> list[list[str]]:
     return [re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?);", "\n".join(lines), re.MULTILINE) for lines in own]
 
 
-def frozen_products_run_by_themselves() -> None:
+def assert_frozen_products_run_by_themselves() -> None:
     """Products of a stage are one group, which nothing waits for one by one (ptxas: C7515, C7519, C7520)."""
     products = code_of("product")
     assert len(products) == 2 * 2 * 4, "dtypes, clusters; forward, and backward of three kinds of masks"
@@ -82,7 +82,7 @@ def frozen_products_run_by_themselves() -> None:
         assert any("UTMASTG" in text for text in code)
 
 
-def read_dy_in_one_pass_multiplies_in_groups() -> None:
+def assert_read_dy_in_one_pass_multiplies_in_groups() -> None:
     """A tile's products are one group of ds and one of dB; no fence of all memory stands in the loop."""
     bodies = []
     for code in code_of("read_dy_once"):
