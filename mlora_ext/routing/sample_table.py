@@ -5,7 +5,8 @@ number of dimensions. A layer's owner is the innermost module around it whose cl
 classes that share `LlamaAttention` share its entries. `tests/ext/zoo/sample_dims.py` writes the file from
 trial passes over every class of the zoo, and a nightly test repeats them.
 
-What the table does not name is served only where its shape leaves no doubt, and refused elsewhere.
+A model with an adapter on a layer that the table does not name is looked at by trial passes. Where the table
+names a layer but not the number of dimensions, a shape that leaves no doubt is served.
 """
 
 from __future__ import annotations
